@@ -1,0 +1,186 @@
+"""The typed configuration. Every key a user can set is a field here, with its unit.
+
+Hydra composes YAML from `configs/` over these dataclasses: a misspelt key or a wrong type stops at once.
+Values that depend on each other are checked in `nvfp4_train.config.validate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass
+class ModelConfig:
+    """Architecture of the hybrid stack; names follow the Hugging Face configuration of Nemotron-H."""
+
+    name: str = ""
+    pattern: str = MISSING  # one letter a block: M Mamba-2, * attention, - MLP
+    hidden_size: int = MISSING
+    intermediate_size: int = MISSING  # width of the squared-ReLU MLP
+    num_attention_heads: int = MISSING
+    num_key_value_heads: int = MISSING
+    head_dim: int = MISSING
+    mamba_num_heads: int = MISSING
+    mamba_head_dim: int = MISSING
+    n_groups: int = MISSING  # groups of Mamba-2's B and C, and of its gated norm
+    ssm_state_size: int = MISSING
+    conv_kernel: int = 4
+    chunk_size: int = 128  # tokens a chunk of the SSD scan
+    vocab_size: int = MISSING
+    norm_eps: float = 1e-5
+    init_std: float | None = None  # null: sqrt(0.8 / hidden_size)
+
+
+@dataclass
+class RuleConfig:
+    """What runs in which format. The last rule that matches an operand decides."""
+
+    modules: str = "*"  # glob on the module's name, such as "*.out_proj"
+    blocks: str = "all"  # all | first:N | last:N | N | N-M (inclusive)
+    operands: list[str] = field(default_factory=lambda: ["*"])  # globs on fprop.input, dgrad.grad, wgrad.input, ...
+    phase: str = "*"  # glob on the phase's name
+    format: str = MISSING  # nvfp4 | bf16
+
+
+@dataclass
+class PhaseConfig:
+    """A part of training, from `start` (share of max_tokens) until the next phase starts."""
+
+    name: str = MISSING
+    start: float = MISSING
+
+
+@dataclass
+class PrecisionConfig:
+    """The recipe: formats of the three GEMMs' six operands, block by block, phase by phase."""
+
+    name: str = MISSING  # nvfp4 | bf16 | fp32
+    backend: str = "auto"  # GEMM: auto | emulated
+    first_blocks_bf16: int | None = None  # null: round(2 L / 62), the paper's 2 of 62
+    last_blocks_bf16: int | None = None  # null: max(1, round(8 L / 62)), the paper's 8 of 62
+    stochastic_gradients: bool = True  # stochastic rounding of both gradient operands
+    hadamard: bool = True  # 16-point random Hadamard transform on both wgrad operands
+    weight_blocks_2d: bool = True  # 16x16 weight blocks (else 1x16 along each GEMM's inner dimension)
+    rules: list[RuleConfig] = field(default_factory=list)  # after the defaults, so they win
+    phases: list[PhaseConfig] = field(default_factory=list)  # empty: one phase named "main"
+
+
+@dataclass
+class DataConfig:
+    source: str = "stdlib"  # "stdlib", a folder or file of text, or a prepared data set
+    tokenizer: str | None = None  # a SentencePiece .model; null: trained on the training part
+    cache_dir: str | None = None  # prepared data; null: $XDG_CACHE_HOME/nvfp4_train
+    valid_fraction: float = 0.02  # share of documents held out, by hash
+    max_train_bytes: int | None = None  # use at most so many bytes of training text (documents chosen by hash)
+    reset_state_at_documents: bool = False  # Mamba state, convolution and attention restart at documents
+
+
+@dataclass
+class OptimizerConfig:
+    name: str = "adamw"
+    lr: float = MISSING  # base learning rate; the schedule multiplies it
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # not on 1-D parameters
+
+
+@dataclass
+class ScheduleConfig:
+    """All lengths in tokens; null lengths are shares of max_tokens, named in `training/schedule.py`."""
+
+    name: str = MISSING  # staged | wsd | cosine
+    warmup_tokens: float = MISSING
+    boost: float = 1.35  # staged: peak = lr x boost (1.2 to 1.5)
+    decay_factor: float = 0.85  # staged: every decay_every tokens
+    decay_every: float = 50e9
+    floor: float = 0.01  # staged: share of the peak under which the stages do not go
+    anneal_start: float = 0.8  # staged: share of the run; wsd: 1 - this is the decay's share
+    final_lr: float = 0.01  # learning rate at the end, as share of the base (wsd, cosine) or of the peak (staged)
+    decay_shape: str = "linear"  # wsd: linear | cosine | minus_sqrt
+
+
+@dataclass
+class ClippingConfig:
+    name: str = MISSING  # adaptive | fixed
+    baseline: float = 1.0  # the BF16 run's threshold
+    initial_ratio: float = 0.65  # adaptive: threshold starts at initial_ratio x baseline
+    raise_after: int = 100  # adaptive: consecutive clipped steps ...
+    raise_factor: float = 1.05  # ... that raise the threshold
+    target_ratio: float = 0.8  # where the average of norm / threshold should sit
+    tolerance: float = 0.3  # a warning when it stays further off than this ...
+    warn_after: int = 200  # ... for so many steps
+    average_steps: int = 100
+
+
+@dataclass
+class RecoveryConfig:
+    name: str = MISSING  # skip_nonfinite
+    max_consecutive_skips: int = 50  # then stop with exit code 76
+
+
+@dataclass
+class ParallelConfig:
+    fsdp: int = 1
+    replicate: int = 1
+    tensor: int = 1
+    context: int = 1
+    weight_gather: str = "bf16"
+    grad_reduce: str = "fp32"
+
+
+@dataclass
+class CheckpointConfig:
+    every_steps: int = MISSING
+    keep_last: int = 2
+    keep_every: int | None = None  # steps; such checkpoints are never deleted
+
+
+@dataclass
+class LoggingConfig:
+    wandb: str = "off"  # off | offline | online
+    wandb_project: str = "nvfp4_train"
+    tensorboard: bool = False
+    console: str = "auto"  # auto | bar | lines
+
+
+@dataclass
+class TrainingConfig:
+    max_tokens: float = MISSING  # the budget; the run ends at the first step that reaches it
+    max_steps: int | None = None  # an earlier end, for trials; the schedule still follows max_tokens
+    seq_len: int = MISSING
+    global_batch_size: int = MISSING  # sequences a step
+    micro_batch_size: int = MISSING  # sequences a forward pass
+    seed: int = 1234
+    log_every: int = 10  # steps between reads of the device's metrics
+    validate_every: int = 0  # steps; 0: only at the end
+    validate_bf16: bool = False  # also report the validation loss with all layers in BF16
+    validate_tokens: float | None = None  # null: every held-out token
+    compile: str = "auto"  # auto | on | off: torch.compile of each block
+    sample_prompt: str = ""  # the text sample at the end continues this
+    sample_tokens: int = 128
+
+
+@dataclass
+class Config:
+    """One run."""
+
+    run_dir: str = MISSING
+    dry_run: bool = False
+    init_from: str | None = None  # a checkpoint or model folder whose weights the run starts from
+    device: str = "auto"  # auto | cpu | cuda
+    model: ModelConfig = field(default_factory=ModelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    clipping: ClippingConfig = field(default_factory=ClippingConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    experiment: str = ""
+    faults: list[Any] = field(default_factory=list)

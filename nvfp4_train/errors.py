@@ -1,0 +1,33 @@
+"""Errors that a person can act on: one sentence, no traceback."""
+
+
+class UserError(Exception):
+    """Something the user can put right; the message names the thing and the remedy. Exit code 1."""
+
+    exit_code = 1
+
+
+class ConfigError(UserError):
+    """A key, its value and what would be accepted. Exit code 2."""
+
+    exit_code = 2
+
+
+class DataError(ConfigError):
+    """Text, tokenizer or shards that cannot be used, with the file's name and the remedy. Exit code 2."""
+
+
+class CheckpointError(ConfigError):
+    """A checkpoint or run folder that cannot be used. Exit code 2."""
+
+
+class RecoveryGaveUp(UserError):
+    """Training could not go on by itself. Exit code 76."""
+
+    exit_code = 76
+
+
+class StoppedBySignal(UserError):
+    """A signal came and the state has been saved. Exit code 75."""
+
+    exit_code = 75
