@@ -1,0 +1,1 @@
+"""CPU kernels in C++, compiled once for this machine on first use."""

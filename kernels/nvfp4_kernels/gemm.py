@@ -1,0 +1,88 @@
+"""The emulated FP4 GEMM: exact operands, fp32 accumulation, the tensor scales applied once.
+
+An FP4 tensor core sums e2m1 x e2m1 products times their block scales in fp32 and multiplies by the tensor scales
+at the end. Operands here are those block-scaled numbers, exact in bf16, so a bf16 matrix product with fp32
+accumulation computes the same sum up to its order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+from nvfp4_kernels.format import QuantizedTensor, tensor_scale
+
+BACKENDS = ("auto", "emulated")
+
+
+def gemm(
+    a: QuantizedTensor | torch.Tensor,
+    b: QuantizedTensor | torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """a [M, K] x b [N, K]^T -> [M, N] in `out_dtype` (bf16 or fp32).
+
+    A plain bf16 tensor stands for an operand that is not quantized (its tensor scale is 1).
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown GEMM backend {backend!r}; there are {', '.join(BACKENDS)}")
+    scales = [tensor_scale(q.amax) for q in (a, b) if isinstance(q, QuantizedTensor)]
+    alpha = functools.reduce(torch.mul, scales) if scales else None
+    return scaled_matmul(_operand(a), _operand(b), alpha, out_dtype)
+
+
+def _operand(q: QuantizedTensor | torch.Tensor) -> torch.Tensor:
+    return q.operand() if isinstance(q, QuantizedTensor) else q
+
+
+def scaled_matmul(
+    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """alpha * a b^T with fp32 accumulation and one rounding. a: bf16 [M, K], b: bf16 [N, K], alpha: fp32 scalar."""
+    if a.device.type == "cpu":
+        return _matmul_cpu(a, b, alpha, out_dtype)
+    if out_dtype == torch.float32:
+        out = torch.mm(a, b.t(), out_dtype=torch.float32)
+        return out if alpha is None else out.mul_(alpha)
+    out = torch.mm(a, b.t())
+    return out if alpha is None else (out.float() * alpha).to(out_dtype)
+
+
+@functools.cache
+def cpu_has_bf16_matmul() -> bool:
+    """Whether oneDNN multiplies bf16 matrices with fp32 accumulation on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _matmul_cpu(
+    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    factor = 1.0 if alpha is None else float(alpha)  # on the CPU reading a scalar is no sync
+    if out_dtype == torch.bfloat16 and cpu_has_bf16_matmul():
+        # oneDNN applies alpha to the fp32 sums, before their one rounding.
+        return torch.addmm(a.new_zeros(1, b.shape[0]), a, b.t(), beta=0, alpha=factor)
+    with _bf16_matrix_units():
+        out = torch.addmm(
+            torch.zeros(1, b.shape[0], dtype=torch.float32, device=a.device),
+            a.float(),
+            b.float().t(),
+            beta=0,
+            alpha=factor,
+        )
+    return out.to(out_dtype)
+
+
+@contextlib.contextmanager
+def _bf16_matrix_units() -> Iterator[None]:
+    """Let fp32 products use the bf16 units: nothing is lost where every fp32 input is a bf16 number."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if cpu_has_bf16_matmul() else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
