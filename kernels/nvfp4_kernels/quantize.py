@@ -103,6 +103,7 @@ def quantize(
 
 
 Request = tuple[torch.Tensor | None, CounterKey | None, str]
+OPERAND_DTYPES = {"operand": torch.bfloat16, "operand_fp32": torch.float32}
 
 
 def quantize_rows_and_columns(
@@ -114,8 +115,8 @@ def quantize_rows_and_columns(
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Both orientations in 1x16 blocks from one read of x [rows, cols].
 
-    Each request is (amax or None, key or None for nearest, "codes" | "operand"); None leaves that half out. The
-    column result is the matrix [cols, rows] (x^T, transformed when `hadamard` is given) with channels contiguous.
+    Each request is (amax or None, key or None for nearest, "codes" | "operand" | "operand_fp32"); None leaves that
+    half out. The column result is the matrix [cols, rows] (x^T, transformed when `hadamard` is given) with channels contiguous.
     """
     _check(x, rows_too=columns is not None, hadamard=hadamard if columns else None)
     if (rows and rows[0] is None) or (columns and columns[0] is None):
@@ -150,7 +151,7 @@ def _cpu_request(request: Request | None):
     if request is None:
         return None
     amax_, key, output = request
-    return amax_, None if key is None else key.words("cpu"), torch.bfloat16 if output == "operand" else None
+    return amax_, None if key is None else key.words("cpu"), OPERAND_DTYPES.get(output)
 
 
 def _wrap(out: tuple[torch.Tensor, ...], amax_: torch.Tensor, block, transposed: bool) -> QuantizedTensor:
@@ -169,8 +170,8 @@ def _transposed(x: torch.Tensor, hadamard: tuple[int, ...] | None) -> torch.Tens
 def _reference_rows(x, amax_, key, output, lay_out_columns: bool = False) -> QuantizedTensor:
     codes, scales = reference.quantize_matrix(x.float(), amax_, ROW_BLOCK, key)
     q = QuantizedTensor(pack(codes), scales, amax_, ROW_BLOCK)
-    if output == "operand":
-        operand = q.operand()
+    if output in OPERAND_DTYPES:
+        operand = q.operand(OPERAND_DTYPES[output])
         return QuantizedTensor(
             None, None, amax_, ROW_BLOCK, operand.t().contiguous().t() if lay_out_columns else operand
         )

@@ -1,0 +1,64 @@
+"""The quantizable linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from nvfp4_train.precision import ops
+from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan
+
+
+class Linear(nn.Module):
+    """y = x W^T without bias, in the formats its plan names.
+
+    `weight` is the master weight, fp32 [out, in]. As built every operand has the input's dtype; `PrecisionRuntime`
+    sets the plan, numbers the layer and prepares the weight's operands once an optimizer step.
+    """
+
+    def __init__(self, in_features: int, out_features: int, device: torch.device | str | None = None):
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32, device=device))
+        self.plan: LinearPlan = BF16_PLAN
+        for name in ("fprop_weight", "dgrad_weight", "weight_amax", "rng"):
+            self.register_buffer(name, None, persistent=False)
+
+    def set_plan(self, plan: LinearPlan, rng: torch.Tensor) -> None:
+        """Adopt a plan. rng: int64 [4], this layer's row of the runtime's counters (seed, step, micro-batch, tensor)."""
+        self.plan, self.rng = plan, rng
+        if not plan.quantized:
+            self.fprop_weight = self.dgrad_weight = self.weight_amax = None
+
+    @torch.no_grad()
+    def prepare_weight(self) -> None:
+        """Quantize the weight as it is now. In place after the first time, so that compiled code keeps its buffers."""
+        if not self.plan.quantized:
+            return
+        fprop, dgrad, amax = ops.prepare_weight(self.weight, self.plan)
+        if self.fprop_weight is None:
+            self.fprop_weight, self.dgrad_weight, self.weight_amax = fprop, dgrad, amax
+            return
+        self.fprop_weight.copy_(fprop)
+        if self.dgrad_weight is not self.fprop_weight:
+            self.dgrad_weight.copy_(dgrad)
+        self.weight_amax.copy_(amax)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in] -> [..., out] in x's dtype (bf16 when the plan quantizes anything)."""
+        if not self.plan.quantized:
+            return nn.functional.linear(x, self.weight.to(x.dtype))
+        y, *_ = torch.ops.nvfp4_train.linear(
+            x.reshape(-1, self.in_features),
+            self.weight,
+            self.fprop_weight,
+            self.dgrad_weight,
+            self.weight_amax,
+            self.rng,
+            self.plan.spec,
+            torch.is_grad_enabled(),
+        )
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features}, nvfp4={sorted(self.plan.quantized)}"

@@ -1,0 +1,96 @@
+"""Applies a recipe to a model and keeps it going from step to step."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+import torch
+from nvfp4_kernels import backend_report
+from torch import nn
+
+from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan, check_rules, phase_at, plan_for
+
+SEED, STEP, MICROBATCH, TENSOR = range(4)
+
+
+class PrecisionRuntime:
+    """Sets every `Linear`'s plan for the current phase, and its counters for the current step and micro-batch.
+
+    The trainer calls `set_phase` and `begin_step` before a step, `begin_microbatch` before each forward pass and
+    `prepare_weights` after each change of the weights. All state follows from (seed, step): nothing is saved.
+    """
+
+    def __init__(self, model: nn.Module, cfg: PrecisionConfig, n_blocks: int, seed: int):
+        self.cfg, self.n_blocks = cfg, n_blocks
+        self.linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+        check_rules(cfg, n_blocks, list(self.linears))
+        device = next(iter(self.linears.values())).weight.device
+        # One row a layer, in the order of the model's modules; a layer's row number is its tensor number.
+        self.counters = torch.zeros(len(self.linears), 4, dtype=torch.int64, device=device)
+        self.counters[:, SEED] = seed & 0xFFFFFFFF
+        self.counters[:, TENSOR] = torch.arange(len(self.linears), device=device)
+        self.phase: str | None = None
+        self.set_phase(0.0)
+
+    def set_phase(self, progress: float) -> bool:
+        """Adopt the phase at `progress` = tokens / max_tokens; whether it changed (weights are then prepared anew)."""
+        phase = phase_at(self.cfg, progress)
+        if phase == self.phase:
+            return False
+        self.phase = phase
+        self._adopt({name: self._plan(name) for name in self.linears})
+        return True
+
+    def begin_step(self, step: int) -> None:
+        """Counters of step `step`, micro-batch 0."""
+        self.counters[:, STEP] = step
+        self.counters[:, MICROBATCH] = 0
+
+    def begin_microbatch(self, index: int) -> None:
+        """Counters of the global batch's micro-batch `index`."""
+        self.counters[:, MICROBATCH] = index
+
+    def prepare_weights(self) -> None:
+        """Quantize all weights as they are now: once an optimizer step."""
+        for linear in self.linears.values():
+            linear.prepare_weight()
+
+    @contextlib.contextmanager
+    def all_bf16(self) -> Iterator[None]:
+        """Everything in BF16 inside, as before outside (for a second validation)."""
+        self._adopt(dict.fromkeys(self.linears, BF16_PLAN))
+        try:
+            yield
+        finally:
+            self._adopt({name: self._plan(name) for name in self.linears})
+
+    def summary(self) -> str:
+        """One line for the log: how many layers are quantized, where the arithmetic runs and why."""
+        if self.cfg.name == "fp32":
+            return "fp32 everywhere"
+        quantized = sum(bool(m.plan.quantized) for m in self.linears.values())
+        if not quantized:
+            return f"bf16: {len(self.linears)} linear layers"
+        report = backend_report(self.counters.device)
+        return (
+            f"nvfp4: {quantized} of {len(self.linears)} linear layers, phase {self.phase!r}; "
+            f"GEMM emulated (exact bf16 operands, fp32 sums); quantize kernels {report}"
+        )
+
+    def _plan(self, name: str) -> LinearPlan:
+        block = int(re.search(r"\d+", name)[0])
+        return plan_for(self.cfg, name, block, self.n_blocks, self.phase)
+
+    def _adopt(self, plans: dict[str, LinearPlan]) -> None:
+        for row, (name, linear) in enumerate(self.linears.items()):
+            linear.set_plan(plans[name], self.counters[row])
+        self.prepare_weights()
+
+
+def apply_recipe(model: nn.Module, cfg: PrecisionConfig, n_blocks: int, seed: int) -> PrecisionRuntime:
+    """Give every quantizable linear of `model` its plan. Raises ConfigError for rules that match nothing."""
+    return PrecisionRuntime(model, cfg, n_blocks, seed)
