@@ -1,0 +1,105 @@
+"""What the second launch of a run folder may change, and what it starts from."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from nvfp4_train.config.schema import Config, TrainingConfig
+from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.checkpoint import Checkpoint
+from nvfp4_train.errors import CheckpointError
+from nvfp4_train.training.metrics import truncate_after
+from nvfp4_train.training.run_folder import RunFolder
+
+# Keys that don't decide what a step computes (or, as the budget and the limits, are meant to be moved).
+MAY_CHANGE = (
+    "run_dir",
+    "dry_run",
+    "experiment",
+    "device",
+    "data.cache_dir",
+    "training.max_tokens",
+    "training.max_steps",
+    "training.log_every",
+    "training.validate_*",
+    "training.sample_*",
+    "training.compile",
+    "recovery.max_consecutive_skips",
+    "parallel.*",
+    "checkpoint.*",
+    "logging.*",
+)
+
+_ABSENT = "(absent)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a launch starts from: a checkpoint or None, the allowed changes {key: [was, now]}, and whether the run
+    had finished already (then nothing was touched)."""
+
+    checkpoint: Checkpoint | None
+    changed: dict[str, list[Any]]
+    finished: bool = False
+
+
+def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:
+    """Find the newest whole checkpoint, compare configurations, cut metrics.jsonl back, record this launch.
+
+    Without a checkpoint there is nothing to go on with: the run starts over, with any configuration.
+    Raises CheckpointError when `cfg` differs in a key that must stay, with all such keys.
+    """
+    checkpoint.sweep(folder.checkpoints)
+    found = checkpoint.newest(folder.checkpoints, warn)
+    changed = {}
+    if found is not None:
+        changed = check_changes(folder.saved_config or {}, cfg, str(folder.path))
+        if folder.finished_step is not None and found.step >= total_steps(cfg.training):
+            return Start(found, changed, finished=True)
+    truncate_after(folder.metrics, found.step if found else -1)
+    folder.start(cfg)
+    return Start(found, changed)
+
+
+def total_steps(cfg: TrainingConfig) -> int:
+    """Steps of the whole run: the first that reaches `max_tokens`, or `max_steps` if that is earlier."""
+    steps = math.ceil(cfg.max_tokens / (cfg.global_batch_size * cfg.seq_len))
+    return steps if cfg.max_steps is None else min(steps, cfg.max_steps)
+
+
+def check_changes(saved: dict[str, Any], cfg: Config, where: str) -> dict[str, list[Any]]:
+    """The keys that differ and may, {key: [was, now]}. Raises CheckpointError listing those that must not."""
+    differing = differences(saved, cfg)
+    refused = {key: pair for key, pair in differing.items() if not _may_change(key)}
+    if refused:
+        lines = "".join(f"\n  {key}: was {was!r}, now {now!r}" for key, (was, now) in refused.items())
+        raise CheckpointError(
+            f"the run in {where} can't go on with a changed configuration; restore these keys, or set run_dir to a "
+            f"new folder:{lines}"
+        )
+    return differing
+
+
+def differences(saved: dict[str, Any], cfg: Config) -> dict[str, list[Any]]:
+    """{dotted key: [saved value, value now]}. A key that the saved one lacks had today's default."""
+    was = flatten(dataclasses.asdict(Config())) | flatten(saved)
+    now = flatten(dataclasses.asdict(cfg))
+    keys = [*now, *(key for key in flatten(saved) if key not in now)]
+    pairs = {key: [was.get(key, _ABSENT), now.get(key, _ABSENT)] for key in keys}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts to dotted keys; lists are values."""
+    out = {}
+    for key, value in tree.items():
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
