@@ -31,9 +31,11 @@ class FixedClipper:
 
     def __init__(self, cfg: ClippingConfig, device: torch.device | str) -> None:
         self.cfg = cfg
-        self.threshold = torch.tensor(cfg.baseline * self._initial_ratio(), device=device)
+        self.threshold = torch.tensor(
+            cfg.baseline * self._initial_ratio(), dtype=torch.float32, device=device
+        )
         self.clipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
-        self.average_norm = torch.zeros((), device=device)
+        self.average_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.accepted_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.off_target_steps = torch.zeros((), dtype=torch.int64, device=device)
         self._metrics: dict[str, Tensor] = {}

@@ -48,6 +48,9 @@ def apply_update(optimizer: torch.optim.AdamW, lr: float, coefficient: Tensor, f
     `coefficient` (from clipping, in (0, 1]) and `finite` (exactly 0 or 1) are float32 scalars on the
     parameters' device. Gradients are divided, in place, by 1 / coefficient: exact at 1, else two roundings.
     A skipped step leaves weights, moments and step counters bit for bit as they were.
+
+    Gradients must have their parameters' strides, as autograd's have: torch's fused kernel on the CPU reads
+    them in memory order, and would take a transposed view assigned to `.grad` for another matrix.
     """
     for group in optimizer.param_groups:
         group["lr"].fill_(lr)
