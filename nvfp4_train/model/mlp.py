@@ -1,0 +1,28 @@
+"""The squared-ReLU feed-forward mixer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nvfp4_train.config.schema import ModelConfig
+from nvfp4_train.precision.linear import Linear
+
+
+class MLP(nn.Module):
+    """down_proj(relu(up_proj(x))^2), x [B, S, hidden_size]. It mixes no tokens, so documents don't matter."""
+
+    def __init__(self, cfg: ModelConfig, device: torch.device | str | None = None):
+        super().__init__()
+        self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, device=device)
+        self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, device=device)
+
+    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())
+
+    def new_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None) -> dict[str, Tensor]:
+        return {}
+
+    def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        return self(x)
