@@ -1,0 +1,1 @@
+"""The typed configuration: schema, composition from `configs/`, validation, the plan of a run. Imports no torch."""
