@@ -7,6 +7,8 @@ embedding lookup and recomputation are left out.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from nvfp4_train.config.schema import ModelConfig
 
 
@@ -20,15 +22,39 @@ def block_parameters(letter: str, cfg: ModelConfig) -> int:
     return h + linear_parameters(letter, cfg)
 
 
-def linear_parameters(letter: str, cfg: ModelConfig) -> int:
-    """Weights of one block's linear layers: those that can be quantized."""
+class LinearLayer(NamedTuple):
+    """A quantizable linear layer: the module's name in the model, and its weight [out_features, in_features]."""
+
+    name: str
+    block: int
+    out_features: int
+    in_features: int
+
+
+def linear_shapes(letter: str, cfg: ModelConfig) -> dict[str, tuple[int, int]]:
+    """One block's linear layers: {name in the mixer: (out_features, in_features)}."""
     h = cfg.hidden_size
     if letter == "M":
         inner, bc = _inner(cfg), 2 * cfg.n_groups * cfg.ssm_state_size
-        return h * (2 * inner + bc + cfg.mamba_num_heads) + inner * h
+        return {"in_proj": (2 * inner + bc + cfg.mamba_num_heads, h), "out_proj": (h, inner)}
     if letter == "*":
-        return 2 * h * cfg.head_dim * (cfg.num_attention_heads + cfg.num_key_value_heads)
-    return 2 * h * cfg.intermediate_size
+        q, kv = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        return {"qkv_proj": (q + 2 * kv, h), "o_proj": (h, q)}
+    return {"up_proj": (cfg.intermediate_size, h), "down_proj": (h, cfg.intermediate_size)}
+
+
+def linear_layers(cfg: ModelConfig) -> list[LinearLayer]:
+    """All quantizable linear layers, in the model's order."""
+    return [
+        LinearLayer(f"layers.{block}.mixer.{name}", block, *shape)
+        for block, letter in enumerate(cfg.pattern)
+        for name, shape in linear_shapes(letter, cfg).items()
+    ]
+
+
+def linear_parameters(letter: str, cfg: ModelConfig) -> int:
+    """Weights of one block's linear layers: those that can be quantized."""
+    return sum(n_out * n_in for n_out, n_in in linear_shapes(letter, cfg).values())
 
 
 def parameter_count(cfg: ModelConfig) -> int:

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train.config.checks import check_clipping
 from nvfp4_train.config.schema import ClippingConfig
-from nvfp4_train.errors import CheckpointError, ConfigError
+from nvfp4_train.errors import CheckpointError
 
 
 @torch.no_grad()
@@ -140,17 +141,5 @@ class AdaptiveClipper(FixedClipper):
 
 def build_clipper(cfg: ClippingConfig, device: torch.device | str) -> FixedClipper:
     """The clipper that `cfg` names, with its state on `device`. Raises ConfigError on impossible values."""
-    clippers = {"adaptive": AdaptiveClipper, "fixed": FixedClipper}
-    if cfg.name not in clippers:
-        raise ConfigError(f"clipping.name={cfg.name!r} is unknown: choose {' or '.join(clippers)}.")
-    for name in ("baseline", "initial_ratio", "target_ratio"):
-        if not 0.0 < getattr(cfg, name) < float("inf"):
-            raise ConfigError(f"clipping.{name}={getattr(cfg, name):g} must be a positive number.")
-    for name in ("raise_after", "warn_after", "average_steps"):
-        if getattr(cfg, name) < 1:
-            raise ConfigError(f"clipping.{name}={getattr(cfg, name)} must be at least 1 step.")
-    if not 1.0 <= cfg.raise_factor < float("inf"):
-        raise ConfigError(f"clipping.raise_factor={cfg.raise_factor:g} must be at least 1.")
-    if not cfg.tolerance >= 0.0:
-        raise ConfigError(f"clipping.tolerance={cfg.tolerance:g} must be at least 0.")
-    return clippers[cfg.name](cfg, device)
+    check_clipping(cfg)
+    return {"adaptive": AdaptiveClipper, "fixed": FixedClipper}[cfg.name](cfg, device)

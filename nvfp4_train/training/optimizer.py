@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train.config.checks import check_optimizer
 from nvfp4_train.config.schema import OptimizerConfig
 from nvfp4_train.errors import ConfigError
 
@@ -23,7 +24,7 @@ def build_optimizer(model: nn.Module, cfg: OptimizerConfig) -> torch.optim.AdamW
 
     Raises ConfigError where `cfg` has an impossible value or a parameter is not float32.
     """
-    _check(cfg)
+    check_optimizer(cfg)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, p in named:
         if p.dtype != torch.float32:
@@ -61,13 +62,3 @@ def apply_update(optimizer: torch.optim.AdamW, lr: float, coefficient: Tensor, f
     finally:
         # Checkpoint loaders call step() to create missing state: they must find a plain optimizer.
         del optimizer.grad_scale, optimizer.found_inf
-
-
-def _check(cfg: OptimizerConfig) -> None:
-    if cfg.name != "adamw":
-        raise ConfigError(f"optimizer.name={cfg.name!r} is unknown: choose adamw.")
-    if len(cfg.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in cfg.betas):
-        raise ConfigError(f"optimizer.betas={cfg.betas} must be two numbers from 0 up to, not including, 1.")
-    for name, value in {"lr": cfg.lr, "eps": cfg.eps, "weight_decay": cfg.weight_decay}.items():
-        if not 0.0 <= value < float("inf"):
-            raise ConfigError(f"optimizer.{name}={value:g} must be a number of at least 0.")

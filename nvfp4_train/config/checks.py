@@ -1,0 +1,54 @@
+"""The words in which a value is refused, and the checks of single sections. No torch here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from nvfp4_train.config.schema import ClippingConfig, OptimizerConfig
+from nvfp4_train.errors import ConfigError
+
+
+def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`."""
+    if value not in allowed:
+        choices = f"choose {', '.join(allowed)}" if len(allowed) > 1 else f"the only choice is {allowed[0]}"
+        raise ConfigError(f"{key}={value!r} is unknown: {choices}.")
+
+
+def at_least(section: Any, prefix: str, least: int, *names: str, unit: str = "") -> None:
+    """Raise ConfigError unless these fields of `section` are null or whole numbers of at least `least`."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and value < least:
+            raise ConfigError(f"{prefix}.{name}={value} must be at least {least}{unit and ' ' + unit}.")
+
+
+def positive(section: Any, prefix: str, *names: str) -> None:
+    """Raise ConfigError unless these fields of `section` are null or finite numbers above 0."""
+    for name in names:
+        value = getattr(section, name)
+        if value is not None and not 0.0 < value < math.inf:
+            raise ConfigError(f"{prefix}.{name}={value:g} must be a positive number.")
+
+
+def check_optimizer(cfg: OptimizerConfig) -> None:
+    """Raise ConfigError for a value that AdamW cannot work with."""
+    one_of("optimizer.name", cfg.name, ["adamw"])
+    if len(cfg.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in cfg.betas):
+        raise ConfigError(f"optimizer.betas={cfg.betas} must be two numbers from 0 up to, not including, 1.")
+    for name, value in {"lr": cfg.lr, "eps": cfg.eps, "weight_decay": cfg.weight_decay}.items():
+        if not 0.0 <= value < math.inf:
+            raise ConfigError(f"optimizer.{name}={value:g} must be a number of at least 0.")
+
+
+def check_clipping(cfg: ClippingConfig) -> None:
+    """Raise ConfigError for a value that gradient clipping cannot work with."""
+    one_of("clipping.name", cfg.name, ["adaptive", "fixed"])
+    positive(cfg, "clipping", "baseline", "initial_ratio", "target_ratio")
+    at_least(cfg, "clipping", 1, "raise_after", "warn_after", "average_steps", unit="step")
+    if not 1.0 <= cfg.raise_factor < math.inf:
+        raise ConfigError(f"clipping.raise_factor={cfg.raise_factor:g} must be at least 1.")
+    if not cfg.tolerance >= 0.0:
+        raise ConfigError(f"clipping.tolerance={cfg.tolerance:g} must be at least 0.")
