@@ -19,8 +19,11 @@ from nvfp4_train import units
         (1.2e6, "1.20M"),
         (999_960, "1.00M"),
         (1e13, "10.0T"),
-    ]
-    + [(0.25, "0.25"), (99.96, "100"), (-1500, "-1.50k"), (math.nan, "nan")],
+        (0.25, "0.25"),
+        (99.96, "100"),
+        (-1500, "-1.50k"),
+        (math.nan, "nan"),
+    ],
 )
 def test_count(n, text):
     assert units.count(n) == text
@@ -43,8 +46,9 @@ def test_size(n, text):
         (245, "4m 05s"),
         (3599.6, "1h 00m"),
         (7380, "2h 03m"),
-    ]
-    + [(273_600, "3d 04h"), (math.inf, "?")],
+        (273_600, "3d 04h"),
+        (math.inf, "?"),
+    ],
 )
 def test_duration(seconds, text):
     assert units.duration(seconds) == text
