@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nvfp4_train.config.schema import ClippingConfig, OptimizerConfig
@@ -31,6 +31,23 @@ def positive(section: Any, prefix: str, *names: str) -> None:
         value = getattr(section, name)
         if value is not None and not 0.0 < value < math.inf:
             raise ConfigError(f"{prefix}.{name}={value:g} must be a positive number.")
+
+
+def divides(section: Any, prefix: str, divisor: str, number: str) -> None:
+    """Raise ConfigError, with the nearest values that would do, unless one field of `section` divides another."""
+    d, n = getattr(section, divisor), getattr(section, number)
+    if n % d:
+        raise ConfigError(
+            f"{prefix}.{number}={n} is not a multiple of {prefix}.{divisor}={d}: set {prefix}.{number} to "
+            f"{nearest(n, lambda m: m % d == 0)}, or {prefix}.{divisor} to {nearest(d, lambda m: n % m == 0)}."
+        )
+
+
+def nearest(value: int, fits: Callable[[int], bool], reach: int = 128) -> str:
+    """The nearest numbers above 0 that fit, below and above `value`: "48 or 64"; "" where none is within `reach`."""
+    below = next((n for n in range(value - 1, max(0, value - reach), -1) if fits(n)), None)
+    above = next((n for n in range(value + 1, value + reach) if fits(n)), None)
+    return " or ".join(str(n) for n in (below, above) if n is not None)
 
 
 def check_optimizer(cfg: OptimizerConfig) -> None:

@@ -107,5 +107,3 @@ Keys: `--cfg job` prints all of them with their values; nvfp4_train/config/schem
   training.max_tokens=1e9   lengths in tokens; precision=bf16 for the baseline
 
 Exit codes: 0 finished, 2 bad configuration, 75 stopped by a signal after saving, 76 recovery gave up, 1 else."""
-
-

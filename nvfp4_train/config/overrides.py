@@ -93,7 +93,9 @@ def _check_option(override: Override, text: str, options: Sequence[str]) -> None
 def _check_key(override: Override, text: str, schema: type, groups: Mapping[str, Sequence[str]]) -> None:
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
-        raise ConfigError(f"{text}: Hydra's own settings have no effect here; the run's folder is run_dir=DIR.")
+        raise ConfigError(
+            f"{text}: Hydra's own settings have no effect here; the run's folder is run_dir=DIR."
+        )
     kind: Any = schema
     path: list[str] = []
     for part in key.split("."):
@@ -111,7 +113,9 @@ def _check_key(override: Override, text: str, schema: type, groups: Mapping[str,
         kind = fields[part]
         path.append(part)
     if override.is_add():
-        raise ConfigError(f"{text}: {key} is there already; write it without the plus sign, {text.lstrip('+')}.")
+        raise ConfigError(
+            f"{text}: {key} is there already; write it without the plus sign, {text.lstrip('+')}."
+        )
 
 
 def _closest(wrong: str, right: Iterable[str]) -> str:
@@ -120,7 +124,9 @@ def _closest(wrong: str, right: Iterable[str]) -> str:
     matches = same_leaf or difflib.get_close_matches(wrong, right, n=1, cutoff=0.6)
     leaves = {key.split(".")[-1]: key for key in right}
     if not matches:
-        matches = [leaves[leaf] for leaf in difflib.get_close_matches(wrong.split(".")[-1], leaves, n=1, cutoff=0.75)]
+        matches = [
+            leaves[leaf] for leaf in difflib.get_close_matches(wrong.split(".")[-1], leaves, n=1, cutoff=0.75)
+        ]
     return f", did you mean {matches[0]}?" if matches else ""
 
 

@@ -40,7 +40,7 @@ class RuleConfig:
 
     modules: str = "*"  # glob on the module's name, such as "*.out_proj"
     blocks: str = "all"  # all | first:N | last:N | N | N-M (inclusive)
-    operands: list[str] = field(default_factory=lambda: ["*"])  # globs on fprop.input, dgrad.grad, wgrad.input, ...
+    operands: list[str] = field(default_factory=lambda: ["*"])  # globs: fprop.input, *.weight, wgrad.*, ...
     phase: str = "*"  # glob on the phase's name
     format: str = MISSING  # nvfp4 | bf16
 
@@ -74,7 +74,7 @@ class DataConfig:
     tokenizer: str | None = None  # a SentencePiece .model; null: trained on the training part
     cache_dir: str | None = None  # prepared data; null: $XDG_CACHE_HOME/nvfp4_train
     valid_fraction: float = 0.02  # share of documents held out, by hash
-    max_train_bytes: int | None = None  # use at most so many bytes of training text (documents chosen by hash)
+    max_train_bytes: int | None = None  # of text, at most (documents chosen by hash)
     reset_state_at_documents: bool = False  # Mamba state, convolution and attention restart at documents
 
 
@@ -89,7 +89,7 @@ class OptimizerConfig:
 
 @dataclass
 class ScheduleConfig:
-    """All lengths in tokens; null lengths are shares of max_tokens, named in `training/schedule.py`."""
+    """Learning rate over the run; lengths in tokens. The formulas: docs/recipes.md."""
 
     name: str = MISSING  # staged | wsd | cosine
     warmup_tokens: float = MISSING
@@ -98,7 +98,7 @@ class ScheduleConfig:
     decay_every: float = 50e9
     floor: float = 0.01  # staged: share of the peak under which the stages do not go
     anneal_start: float = 0.8  # staged: share of the run; wsd: 1 - this is the decay's share
-    final_lr: float = 0.01  # learning rate at the end, as share of the base (wsd, cosine) or of the peak (staged)
+    final_lr: float = 0.01  # rate at the end, as share of the peak (wsd and cosine: of lr)
     decay_shape: str = "linear"  # wsd: linear | cosine | minus_sqrt
 
 

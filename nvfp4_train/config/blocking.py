@@ -1,0 +1,72 @@
+"""What NVFP4 asks of shapes: blocks of 16 along rows, columns and tokens, so that all three are multiples of 16."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nvfp4_train.config.checks import nearest
+from nvfp4_train.config.schema import Config, ModelConfig
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.model.flops import LinearLayer, linear_layers, linear_shapes
+from nvfp4_train.precision.recipe import phases_of, plan_for
+
+BLOCK = 16
+# Where each mixer's widths come from; a remedy names the earlier key first.
+_KEYS = {
+    "M": ("hidden_size", "ssm_state_size", "mamba_num_heads", "mamba_head_dim"),
+    "*": ("hidden_size", "head_dim", "num_attention_heads", "num_key_value_heads"),
+    "-": ("hidden_size", "intermediate_size"),
+}
+
+
+def check_blocking(cfg: Config) -> None:
+    """Raise ConfigError where a layer or micro-batch of an NVFP4 run has no whole number of blocks, or no layer is NVFP4."""
+    layers = quantized_layers(cfg)
+    if not layers:
+        raise ConfigError(
+            f"precision=nvfp4 leaves none of the {len(cfg.model.pattern)} blocks in NVFP4: lower "
+            "precision.first_blocks_bf16 or last_blocks_bf16, change precision.rules, or use precision=bf16."
+        )
+    for layer in layers:
+        for width, side in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
+            if width % BLOCK:
+                raise ConfigError(
+                    f"{layer.name} has {width} {side}, not a multiple of {BLOCK} as NVFP4 needs: "
+                    f"{_remedy(cfg.model, layer, side)}use precision=bf16."
+                )
+    batch, length = cfg.training.micro_batch_size, cfg.training.seq_len
+    if batch * length % BLOCK:
+        lengths = nearest(length, lambda n: batch * n % BLOCK == 0)
+        raise ConfigError(
+            f"training.micro_batch_size={batch} x training.seq_len={length} makes {batch * length} tokens, not a "
+            f"multiple of {BLOCK} as NVFP4 needs: set training.seq_len to {lengths}, or use precision=bf16."
+        )
+
+
+def quantized_layers(cfg: Config) -> list[LinearLayer]:
+    """The linear layers that have an operand in NVFP4 in some phase of the run."""
+    phases, n_blocks = phases_of(cfg.precision), len(cfg.model.pattern)
+    return [
+        layer
+        for layer in linear_layers(cfg.model)
+        if any(plan_for(cfg.precision, layer.name, layer.block, n_blocks, p.name).quantized for p in phases)
+    ]
+
+
+def _remedy(model: ModelConfig, layer: LinearLayer, side: str) -> str:
+    """The nearest values of up to two keys, each of which alone makes the layer fit; "" where none does."""
+    letter = model.pattern[layer.block]
+    name = layer.name.rsplit(".", 1)[1]
+
+    def fits(changed: ModelConfig) -> bool:
+        outputs, inputs = linear_shapes(letter, changed)[name]
+        divides = changed.mamba_num_heads % changed.n_groups == 0
+        divides &= changed.num_attention_heads % changed.num_key_value_heads == 0
+        return (inputs if side == "inputs" else outputs) % BLOCK == 0 and divides
+
+    remedies = []
+    for key in _KEYS[letter]:
+        value = getattr(model, key)
+        if found := nearest(value, lambda n, key=key: fits(replace(model, **{key: n}))):
+            remedies.append(f"set model.{key}={value} to {found}, or ")
+    return "".join(remedies[:2])

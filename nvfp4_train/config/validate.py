@@ -1,0 +1,112 @@
+"""Values that fit their types but not each other, told before anything is built: no torch is imported here."""
+
+from __future__ import annotations
+
+from nvfp4_train.config.blocking import check_blocking
+from nvfp4_train.config.checks import at_least, check_clipping, check_optimizer, divides, one_of, positive
+from nvfp4_train.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.model.flops import linear_layers
+from nvfp4_train.precision.recipe import check_rules
+from nvfp4_train.training.schedule import build_schedule
+
+BLOCKS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
+
+
+def validate(cfg: Config) -> None:
+    """Raise ConfigError, one sentence with key, value and remedy, for the first thing that cannot work as configured.
+
+    What depends on the machine (memory, devices, data) is `training/requirements.py`'s.
+    """
+    _check_choices(cfg)
+    _check_not_there_yet(cfg)
+    _check_model(cfg.model)
+    _check_training(cfg.training)
+    _check_numbers(cfg)
+    check_optimizer(cfg.optimizer)
+    check_clipping(cfg.clipping)
+    build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens)
+    names = [layer.name for layer in linear_layers(cfg.model)]
+    check_rules(cfg.precision, len(cfg.model.pattern), names)
+    if cfg.precision.name == "nvfp4":
+        check_blocking(cfg)
+
+
+def _check_choices(cfg: Config) -> None:
+    one_of("device", cfg.device, ["auto", "cpu", "cuda"])
+    one_of("precision.name", cfg.precision.name, ["nvfp4", "bf16", "fp32"])
+    one_of("precision.backend", cfg.precision.backend, ["auto", "emulated"])
+    one_of("recovery.name", cfg.recovery.name, ["skip_nonfinite"])
+    one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
+    one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
+    one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])
+    for key, value in {"run_dir": cfg.run_dir, "data.source": cfg.data.source}.items():
+        if not value.strip():
+            raise ConfigError(f"{key} is empty: give a path.")
+
+
+def _check_not_there_yet(cfg: Config) -> None:
+    for name, default in vars(ParallelConfig()).items():
+        value = getattr(cfg.parallel, name)
+        if value != default:
+            raise ConfigError(
+                f"parallel.{name}={value} is not supported yet, since this version trains in one process: "
+                f"leave it at {default}."
+            )
+    if cfg.init_from is not None:
+        raise ConfigError(
+            f"init_from={cfg.init_from} is not supported yet: leave it at null; an interrupted run goes on by itself "
+            "when it is started again with the same run_dir."
+        )
+    if cfg.logging.tensorboard:
+        raise ConfigError(
+            "logging.tensorboard=true is not supported yet: set it to false and use logging.wandb=offline, or the "
+            "metrics.jsonl and plots in the run's folder."
+        )
+    if cfg.faults:
+        raise ConfigError(f"faults={cfg.faults} is not supported yet: leave it at [].")
+
+
+def _check_model(cfg: ModelConfig) -> None:
+    if not cfg.pattern:
+        raise ConfigError(f"model.pattern is empty: write one letter a block, {_letters()}.")
+    for position, letter in enumerate(cfg.pattern, start=1):
+        if letter not in BLOCKS:
+            raise ConfigError(
+                f"model.pattern={cfg.pattern!r} has {letter!r} at position {position}, which is no block: "
+                f"use {_letters()}."
+            )
+    sizes = [name for name, value in vars(cfg).items() if isinstance(value, int)]
+    at_least(cfg, "model", 1, *sizes)
+    positive(cfg, "model", "norm_eps", "init_std")
+    divides(cfg, "model", "num_key_value_heads", "num_attention_heads")
+    divides(cfg, "model", "n_groups", "mamba_num_heads")
+
+
+def _check_training(cfg: TrainingConfig) -> None:
+    names = ("max_steps", "seq_len", "global_batch_size", "micro_batch_size", "log_every")
+    at_least(cfg, "training", 1, *names)
+    at_least(cfg, "training", 0, "seed", "validate_every", "sample_tokens")
+    positive(cfg, "training", "max_tokens", "validate_tokens")
+    if cfg.seed >= 2**32:
+        raise ConfigError(
+            f"training.seed={cfg.seed} must be below 2^32, as the random bits' key holds 32 bits of it."
+        )
+    divides(cfg, "training", "micro_batch_size", "global_batch_size")
+
+
+def _check_numbers(cfg: Config) -> None:
+    at_least(cfg.precision, "precision", 0, "first_blocks_bf16", "last_blocks_bf16")
+    at_least(cfg.checkpoint, "checkpoint", 1, "every_steps", "keep_last", "keep_every")
+    at_least(cfg.recovery, "recovery", 1, "max_consecutive_skips")
+    at_least(cfg.data, "data", 1, "max_train_bytes", unit="byte")
+    if not 0.0 < cfg.data.valid_fraction < 1.0:
+        raise ConfigError(
+            f"data.valid_fraction={cfg.data.valid_fraction:g} is a share and must lie between 0 and 1."
+        )
+    if cfg.checkpoint.keep_every is not None:
+        divides(cfg.checkpoint, "checkpoint", "every_steps", "keep_every")
+
+
+def _letters() -> str:
+    return ", ".join(f"{letter} ({name})" for letter, name in BLOCKS.items())
