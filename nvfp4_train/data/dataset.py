@@ -1,0 +1,149 @@
+"""A prepared data set: a folder with manifest.json, tokenizer.model, and the shards of "train" and "valid".
+
+manifest.json says what the text was, how it was cut, and the count, size and SHA-256 of every file; its own checksum
+is the SHA-256 of its other keys. The stream of a split is its documents in order, each followed by eos.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nvfp4_train.atomic import write_text
+from nvfp4_train.data.shards import FORMAT_VERSION, Shard, ShardReader, again
+from nvfp4_train.data.tokenizer import Tokenizer
+from nvfp4_train.errors import DataError
+
+FORMAT = "nvfp4_train.dataset"
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.model"
+SPLITS = ("train", "valid")
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write manifest.json last: a folder without it is no data set."""
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, **content}
+    manifest["checksum"] = _checksum(manifest)
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def is_dataset(folder: str | Path) -> bool:
+    """Whether `folder` says that it is a prepared data set, be it damaged."""
+    try:
+        with open(Path(folder).expanduser() / MANIFEST, "rb") as f:
+            return FORMAT.encode() in f.read(200)
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The checked manifest. Raises DataError for one that is missing, damaged, or of a newer program."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except OSError as error:
+        raise DataError(
+            f"{folder} is no prepared data set ({path.name}: {error.strerror}): make one with "
+            "python -m nvfp4_train.prepare."
+        ) from error
+    except ValueError:
+        manifest = {}
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise DataError(f"{path} is damaged: {again(folder)}.")
+    version = manifest.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise DataError(
+            f"{path} has format {version}, this program reads up to {FORMAT_VERSION}: update the program, or "
+            f"{again(folder)}."
+        )
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        raise DataError(f"{path} has changed since it was written (checksum): {again(folder)}.")
+    return manifest
+
+
+def open_dataset(path: str | Path, check: str = "fast") -> Dataset:
+    """Open a prepared data set.
+
+    check "fast": the manifest, the tokenizer, and every shard's size and header. "full": every byte of the shards as
+    well. Raises DataError naming the file that is wrong.
+    """
+    dataset = Dataset(Path(path).expanduser())
+    for reader in dataset.readers():
+        reader.check()
+    if check == "full":
+        for reader in dataset.readers():
+            reader.check_contents()
+    return dataset
+
+
+class Dataset:
+    """`manifest` without its checksum; `hash` names the tokens and the tokenizer, wherever they lie or came from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest = read_manifest(path)
+        self.tokenizer = Tokenizer.load(path / TOKENIZER)
+        if self.tokenizer.hash != self.manifest["tokenizer"]["sha256"]:
+            raise DataError(
+                f"{path / TOKENIZER} is not the tokenizer that the shards were written with: {again(path)}."
+            )
+        self.hash = _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
+        self._readers = {
+            split: [
+                ShardReader(path, Shard(**shard), self.tokenizer.vocab_size) for shard in self._shards(split)
+            ]
+            for split in SPLITS
+        }
+        self._starts = {
+            split: np.cumsum([0] + [reader.shard.tokens for reader in readers])
+            for split, readers in self._readers.items()
+        }
+
+    def n_tokens(self, split: str) -> int:
+        """Length of the split's stream, eos included."""
+        return int(self.manifest["splits"][split]["tokens"])
+
+    def n_bytes(self, split: str) -> int:
+        """UTF-8 bytes of the split's text."""
+        return int(self.manifest["splits"][split]["bytes"])
+
+    def n_documents(self, split: str) -> int:
+        return int(self.manifest["splits"][split]["documents"])
+
+    def tokens(self, split: str, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the split's stream as int64, across shards."""
+        starts = self._starts[split]
+        shard = int(np.searchsorted(starts, start, side="right")) - 1
+        parts = []
+        while start < stop:
+            end = min(stop, int(starts[shard + 1]))
+            parts.append(
+                self._readers[split][shard].read(start - int(starts[shard]), end - int(starts[shard]))
+            )
+            start, shard = end, shard + 1
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+
+    def documents(self, split: str) -> np.ndarray:
+        """int64 [documents, 2]: where each document ends in the split's stream (eos included), bytes of its text."""
+        parts = [np.empty((0, 2), np.int64)]
+        for start, reader in zip(self._starts[split], self._readers[split], strict=False):
+            parts.append(reader.index() + np.array([start, 0]))
+        return np.concatenate(parts)
+
+    def baselines(self) -> dict[str, float]:
+        """Bits a byte of the held-out text by "gzip" (-9, each document alone) and "xz" (-9, all together)."""
+        return {name: float(self.manifest["baselines"][name]) for name in ("gzip", "xz")}
+
+    def readers(self) -> list[ShardReader]:
+        return [reader for split in SPLITS for reader in self._readers[split]]
+
+    def _shards(self, split: str) -> list[dict[str, Any]]:
+        return self.manifest["splits"][split]["shards"]
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,217 @@
+"""Token shards on disk: two files each, little-endian, with counts and checksums kept in the manifest.
+
+train-00000.bin   16 bytes b"nvfp4tok", uint32 format version, uint32 bytes a token (2 or 4); then the tokens
+train-00000.idx   16 bytes b"nvfp4idx", uint32 format version, uint32 bytes an entry (16); then for each document
+                  int64 where it ends in the shard (tokens, its eos included) and int64 bytes of its text in UTF-8
+
+A document's tokens end with eos, and documents never span two shards. Shards of a split follow each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from nvfp4_train.errors import DataError
+
+FORMAT_VERSION = 1
+SHARD_TOKENS = 1 << 28  # a shard is closed by the document that takes it past this
+TOKENS_MAGIC, INDEX_MAGIC = b"nvfp4tok", b"nvfp4idx"
+HEADER_BYTES = 16
+ENTRY_BYTES = 16
+_INDEX_DTYPE = np.dtype("<i8")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every id: uint16 up to a vocabulary of 65,536, else uint32."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def again(folder: Path) -> str:
+    """The remedy for a damaged file of a prepared data set."""
+    return f"restore it, or delete {folder} and prepare the data again"
+
+
+def header(magic: bytes, item_bytes: int) -> bytes:
+    return magic + struct.pack("<II", FORMAT_VERSION, item_bytes)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard's entry in the manifest."""
+
+    tokens_file: str
+    index_file: str
+    documents: int
+    tokens: int  # eos included
+    bytes: int  # of text
+    tokens_sha256: str
+    index_sha256: str
+
+
+class SplitWriter:
+    """Writes the shards of one split into `folder`. Nothing counts until `close` has returned."""
+
+    def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
+        self._folder, self._split = folder, split
+        self._dtype = token_dtype(vocab_size)
+        self._shard_tokens = shard_tokens
+        self._shards: list[Shard] = []
+        self._open: _ShardWriter | None = None
+
+    def append(self, tokens: np.ndarray, n_bytes: int) -> None:
+        """Add a document: its token ids, eos last, and the bytes of its text."""
+        if self._open is None:
+            name = f"{self._split}-{len(self._shards):05d}"
+            self._open = _ShardWriter(self._folder, name, self._dtype)
+        self._open.append(tokens, n_bytes)
+        if self._open.tokens >= self._shard_tokens:
+            self._finish()
+
+    def close(self) -> dict[str, Any]:
+        """Make everything durable; returns the split's entry in the manifest."""
+        self._finish()
+        total = {
+            key: sum(getattr(shard, key) for shard in self._shards)
+            for key in ("documents", "tokens", "bytes")
+        }
+        return {**total, "shards": [asdict(shard) for shard in self._shards]}
+
+    def abort(self) -> None:
+        """Close the files as they are."""
+        if self._open is not None:
+            self._open.abort()
+
+    def _finish(self) -> None:
+        if self._open is not None:
+            self._shards.append(self._open.close())
+            self._open = None
+
+
+class _ShardWriter:
+    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
+        self.documents = self.tokens = self.bytes = 0
+        self._dtype = dtype
+        self._tokens = _HashedFile(folder / f"{name}.bin", header(TOKENS_MAGIC, dtype.itemsize))
+        self._index = _HashedFile(folder / f"{name}.idx", header(INDEX_MAGIC, ENTRY_BYTES))
+
+    def append(self, tokens: np.ndarray, n_bytes: int) -> None:
+        self._tokens.write(tokens.astype(self._dtype).tobytes())
+        self.documents += 1
+        self.tokens += len(tokens)
+        self.bytes += n_bytes
+        self._index.write(struct.pack("<qq", self.tokens, n_bytes))
+
+    def close(self) -> Shard:
+        tokens_sha256, index_sha256 = self._tokens.close(), self._index.close()
+        return Shard(
+            tokens_file=self._tokens.path.name,
+            index_file=self._index.path.name,
+            documents=self.documents,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            tokens_sha256=tokens_sha256,
+            index_sha256=index_sha256,
+        )
+
+    def abort(self) -> None:
+        self._tokens.abort()
+        self._index.abort()
+
+
+class _HashedFile:
+    """A file that is hashed while it is written, in blocks of 1 MiB."""
+
+    def __init__(self, path: Path, start: bytes) -> None:
+        self.path = path
+        self._file: IO[bytes] = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abort()
+        self._hash = hashlib.sha256()
+        self._waiting = bytearray(start)
+
+    def write(self, data: bytes) -> None:
+        self._waiting += data
+        if len(self._waiting) >= 1 << 20:
+            self._flush()
+
+    def close(self) -> str:
+        self._flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._hash.hexdigest()
+
+    def abort(self) -> None:
+        self._file.close()
+
+    def _flush(self) -> None:
+        self._hash.update(self._waiting)
+        done = 0
+        while done < len(self._waiting):
+            done += self._file.write(memoryview(self._waiting)[done:])
+        self._waiting = bytearray()
+
+
+class ShardReader:
+    """One shard of a prepared data set; tokens are memory-mapped, so only what is read is loaded."""
+
+    def __init__(self, folder: Path, shard: Shard, vocab_size: int) -> None:
+        self.shard = shard
+        self.tokens_path, self.index_path = folder / shard.tokens_file, folder / shard.index_file
+        self._vocab_size = vocab_size
+        self._dtype = token_dtype(vocab_size)
+        self._memmap: np.ndarray | None = None
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens [start, stop) of the shard as int64. Raises DataError for an id beyond the vocabulary."""
+        if self._memmap is None:
+            self._memmap = np.memmap(self.tokens_path, self._dtype, "r", HEADER_BYTES, (self.shard.tokens,))
+        tokens = self._memmap[start:stop].astype(np.int64)
+        if tokens.size and tokens.max() >= self._vocab_size:
+            raise DataError(
+                f"{self.tokens_path} is damaged (a token id of {tokens.max()}, the vocabulary has {self._vocab_size}): "
+                f"{again(self.tokens_path.parent)}."
+            )
+        return tokens
+
+    def index(self) -> np.ndarray:
+        """int64 [documents, 2]: where each document ends in the shard, and the bytes of its text."""
+        shape = (self.shard.documents, 2)
+        return np.fromfile(self.index_path, _INDEX_DTYPE, offset=HEADER_BYTES).reshape(shape)
+
+    def check(self) -> None:
+        """Sizes and headers. Raises DataError naming the file."""
+        token_bytes = self._dtype.itemsize
+        _check_file(self.tokens_path, TOKENS_MAGIC, token_bytes, self.shard.tokens)
+        _check_file(self.index_path, INDEX_MAGIC, ENTRY_BYTES, self.shard.documents)
+
+    def check_contents(self) -> None:
+        """Every byte against the checksums. Raises DataError naming the file."""
+        for path, expected in (
+            (self.tokens_path, self.shard.tokens_sha256),
+            (self.index_path, self.shard.index_sha256),
+        ):
+            with open(path, "rb") as f:
+                if hashlib.file_digest(f, "sha256").hexdigest() != expected:
+                    raise DataError(
+                        f"{path} has changed since it was written (checksum): {again(path.parent)}."
+                    )
+
+
+def _check_file(path: Path, magic: bytes, item_bytes: int, items: int) -> None:
+    expected = HEADER_BYTES + item_bytes * items
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            start = f.read(HEADER_BYTES)
+    except OSError as error:
+        raise DataError(f"{path} can't be read ({error.strerror}): {again(path.parent)}.") from error
+    if size != expected:
+        state = "truncated" if size < expected else "too long"
+        raise DataError(f"{path} is {state} ({size} bytes, not {expected}): {again(path.parent)}.")
+    if start != header(magic, item_bytes):
+        raise DataError(f"{path} doesn't start like a shard of this format: {again(path.parent)}.")

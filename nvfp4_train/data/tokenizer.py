@@ -1,0 +1,196 @@
+"""SentencePiece BPE whose round trip is exact: decode(encode(text)) == text for any text that UTF-8 can hold.
+
+Training: byte fallback, identity normalisation, no dummy prefix, no white space removed. Runs of white space, line
+ends and whole phrases may become pieces (pieces cross word boundaries but not boundaries between scripts, or
+between letters and digits), so a token stands for more bytes of code and prose alike.
+
+Two things SentencePiece alone doesn't do: it writes a space as U+2581, so U+2581 itself would come back as a
+space (here it is always encoded as its three bytes), and it encodes a text in one go, however long (here in parts of
+at most 2^20 characters, cut after line ends).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from nvfp4_train.errors import DataError
+
+SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on; more changes little
+SETTINGS = {
+    "model_type": "bpe",
+    "byte_fallback": True,
+    "normalization_rule_name": "identity",
+    "add_dummy_prefix": False,
+    "remove_extra_whitespaces": False,
+    "allow_whitespace_only_pieces": True,
+    "split_by_whitespace": False,
+    "max_sentencepiece_length": 32,
+    "character_coverage": 0.9995,  # rarer characters are encoded as bytes
+    "max_sentence_length": 1 << 16,  # bytes; above any sentence that `_sentences` makes
+    "unk_id": 0,
+    "eos_id": 1,
+    "bos_id": -1,
+    "pad_id": -1,
+}
+_SENTENCES = re.compile(r"(?s).{1,1024}\n|.{1,1024}")
+_PARTS = re.compile(r"(?s).{1,1048575}\n|.{1,1048576}")
+_SPACE = "\u2581"
+_PROBE = " \t  a\u2581b\u2581\u2581 \r\n\n\x00\x01\x7f\ufeff\u2585<s></s><unk><0x41> é e\u0301 ﬁ Ａ 漢 😀\u200b\u2028  \n "
+
+
+class Tokenizer:
+    """A SentencePiece model. Immutable, and safe to use from several threads at once.
+
+    `byte_lengths` int64 [vocab_size]: UTF-8 bytes each token stands for; 0 for eos, which ends every document.
+    """
+
+    def __init__(self, model: bytes, name: str = "the tokenizer") -> None:
+        """`model` is the content of a .model file. Raises DataError when it isn't one, or isn't exact."""
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+        except Exception as error:  # the binding raises whatever class its status maps to
+            raise DataError(f"{name} is no SentencePiece model: restore it, or choose another.") from error
+        self.vocab_size = self._model.get_piece_size()
+        self.eos_id = self._model.eos_id()
+        self.hash = hashlib.sha256(model).hexdigest()
+        self.model = model
+        self._pieces = [self._piece(i) for i in range(self.vocab_size)]
+        self.byte_lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
+        bytes_of_space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        self._escaped_space = bytes_of_space
+        if self.eos_id < 0:
+            raise DataError(f"{name} has no end-of-document piece (eos): train one with eos_id set.")
+        if (
+            not all(self._model.is_byte(i) for i in bytes_of_space)
+            or self.decode(self.encode(_PROBE)) != _PROBE
+        ):
+            raise DataError(
+                f"{name} doesn't give text back as it was: use a model trained with byte_fallback, the identity "
+                "normalisation, no dummy prefix and no removal of white space, or leave data.tokenizer unset."
+            )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """The tokenizer in a .model file. Raises DataError naming it."""
+        try:
+            return cls(Path(path).expanduser().read_bytes(), name=str(path))
+        except OSError as error:
+            raise DataError(
+                f"The tokenizer {path} can't be read ({error.strerror}): give a SentencePiece .model file."
+            ) from error
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without eos. Raises DataError for half of a surrogate pair, which is no text."""
+        try:
+            if len(text) > 1 << 20:
+                return [token for part in _PARTS.findall(text) for token in self.encode(part)]
+            first, *others = text.split(_SPACE)
+            tokens = self._model.encode(first, out_type=int)
+            for part in others:
+                tokens += self._escaped_space
+                tokens += self._model.encode(part, out_type=int)
+            return tokens
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"Character {error.start} of the text is half of a surrogate pair (\\u{ord(text[error.start]):04x}), "
+                "which is no text: remove it."
+            ) from error
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        """The text of `tokens`; eos gives nothing, and bytes that aren't UTF-8 (a model may sample such) U+FFFD."""
+        return b"".join(self._pieces[token] for token in tokens).decode(errors="replace")
+
+    def _piece(self, i: int) -> bytes:
+        piece = self._model.id_to_piece(i)
+        if self._model.is_byte(i):
+            return bytes([int(piece[3:5], 16)])
+        if self._model.is_control(i) or self._model.is_unknown(i):
+            return b""
+        return piece.replace(_SPACE, " ").encode()
+
+
+class Sample:
+    """Of all texts added, those with the smallest keys, up to `limit` bytes: the order of adding doesn't matter."""
+
+    def __init__(self, limit: int = SAMPLE_BYTES) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._heap: list[tuple[int, bytes]] = []  # keys negated: the largest comes out first
+
+    def add(self, key: int, data: bytes) -> None:
+        data = data[: self._limit // 16]  # no document is more than a small part of the sample
+        heapq.heappush(self._heap, (-key, data))
+        self._bytes += len(data)
+        while self._bytes > self._limit and len(self._heap) > 1:
+            self._bytes -= len(heapq.heappop(self._heap)[1])
+
+    def remove(self, key: int) -> None:
+        """Drop the texts of this key."""
+        self._heap = [entry for entry in self._heap if entry[0] != -key]
+        heapq.heapify(self._heap)
+        self._bytes = sum(len(data) for _, data in self._heap)
+
+    def texts(self, below: int) -> Iterator[str]:
+        """In the order of their keys, those smaller than `below`."""
+        for key, data in sorted(self._heap, reverse=True):
+            if -key < below:
+                yield data.decode(errors="ignore")  # what was cut may end inside a character
+
+
+def train(texts: Iterable[str], vocab_size: int) -> bytes:
+    """Train a model of exactly `vocab_size` pieces; the same texts give the same bytes on any machine.
+
+    Raises DataError when the texts cannot give so many pieces, or when `vocab_size` is too small for them.
+    """
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_sentences(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            num_threads=1,
+            minloglevel=2,
+            **SETTINGS,
+        )
+    except Exception as error:  # the binding raises whatever class its status maps to
+        raise DataError(_explain(str(error), vocab_size)) from error
+    return model.getvalue()
+
+
+def _sentences(texts: Iterable[str]) -> Iterator[str]:
+    # Several lines a sentence, for pieces to hold line ends: SentencePiece strips one at the end of a sentence.
+    for text in texts:
+        yield from _SENTENCES.findall(text)
+
+
+def _explain(error: str, vocab_size: int) -> str:
+    if largest := re.search(r"value <= (\d+)", error):
+        return (
+            f"model.vocab_size={vocab_size} is too large for so little text: set it to at most {largest[1]}, or give "
+            "more text."
+        )
+    if smallest := re.search(
+        r"required_chars\. \d+ vs (\d+)|smaller than required_chars\D+\d+\D+(\d+)", error
+    ):
+        return (
+            f"model.vocab_size={vocab_size} is too small for the text's characters and the 256 bytes: set it to at "
+            f"least {smallest[1] or smallest[2]}."
+        )
+    return f"No tokenizer of model.vocab_size={vocab_size} could be trained: {' '.join(error.split())}."
+
+
+def check_vocab_size(tokenizer: Tokenizer, vocab_size: int, name: str | Sequence[str]) -> None:
+    """Raise DataError unless the tokenizer has exactly `vocab_size` pieces."""
+    if tokenizer.vocab_size != vocab_size:
+        raise DataError(
+            f"model.vocab_size={vocab_size}, but {name} has {tokenizer.vocab_size} pieces: set model.vocab_size="
+            f"{tokenizer.vocab_size}."
+        )
