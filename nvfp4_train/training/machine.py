@@ -1,0 +1,47 @@
+"""The device that a run takes, and how much memory it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from nvfp4_train.errors import ConfigError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_device(name: str) -> torch.device:
+    """`device`: "auto" takes a CUDA device where there is one. Raises ConfigError for "cuda" where there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        build = torch.version.cuda
+        reason = f"torch {torch.__version__} sees no CUDA device" if build else "this torch is a CPU build"
+        raise ConfigError(f"device=cuda: {reason}; use device=auto or device=cpu, or install a CUDA torch.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory of the device in bytes; of the CPU what this process may use: the RAM, or its container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return min(psutil.virtual_memory().total, *_container_limits(), 1 << 62)
+
+
+def describe(device: torch.device) -> str:
+    """One line for people: what the device is, without its memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"
+
+
+def _container_limits() -> list[int]:
+    """Memory limits of this process's control groups (version 2), from its own up to the root."""
+    try:
+        own = Path("/proc/self/cgroup").read_text().strip().rpartition("::")[2]
+    except OSError:
+        return []
+    group = _CGROUP / own.lstrip("/")
+    files = [folder / "memory.max" for folder in (group, *group.parents) if folder.is_relative_to(_CGROUP)]
+    return [int(text) for file in files if file.is_file() and (text := file.read_text().strip()).isdigit()]

@@ -1,0 +1,126 @@
+"""The memory that training takes on one device, without a tensor allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from nvfp4_train.config.schema import Config
+from nvfp4_train.model.flops import LinearLayer, linear_layers, parameter_count
+from nvfp4_train.model.hybrid import Block
+from nvfp4_train.model.loss import SLICE_ELEMENTS
+from nvfp4_train.precision.recipe import LinearPlan, phases_of, plan_for
+
+# What torch.compile keeps of the activations that eager autograd keeps: 0.5 to 0.6 of a model, measured on
+# quickstart and 125m_hybrid; it recomputes elementwise results in the backward pass.
+COMPILED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the fullest moment of a step: the end of a micro-batch's forward pass. torch itself and the working memory
+    of single operations come on top."""
+
+    weights: int  # fp32 master weights
+    moments: int  # AdamW's two, fp32
+    gradients: int  # fp32
+    operands: int  # the linear weights in bf16: NVFP4 operands, or copies of the layers in BF16
+    activations: int  # what autograd keeps of one micro-batch's blocks
+    head: int  # a slice of logits, and the gradients that the loss makes in its forward pass
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def estimate(cfg: Config, device_type: str) -> Memory:
+    """The memory of the run that `cfg` describes, on one device of this type ("cpu" or "cuda")."""
+    n = parameter_count(cfg.model)
+    per_phase = [_blocks(cfg, phase.name) for phase in phases_of(cfg.precision)]
+    activations = max(activations for activations, _ in per_phase)
+    return Memory(
+        weights=4 * n,
+        moments=8 * n,
+        gradients=4 * n,
+        operands=max(operands for _, operands in per_phase),
+        activations=activations if cfg.training.compile == "off" else round(COMPILED_SHARE * activations),
+        head=_head(cfg, device_type),
+    )
+
+
+def compute_dtype(cfg: Config) -> torch.dtype:
+    """The dtype of activations."""
+    return torch.float32 if cfg.precision.name == "fp32" else torch.bfloat16
+
+
+def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan]) -> int:
+    """Bytes that eager autograd keeps of one block's forward pass over a micro-batch, weights and their copies aside.
+
+    The block runs on tensors without data. plans: {name of a linear in the mixer: its plan}.
+    """
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    model, dtype = cfg.model, compute_dtype(cfg)
+    with FakeTensorMode():
+        block = Block(letter, model, "cpu")
+        copies = 0
+        for name, plan in plans.items():
+            linear = getattr(block.mixer, name)
+            linear.plan = plan
+            if plan.quantized:
+                linear.fprop_weight = linear.dgrad_weight = torch.empty_like(linear.weight, dtype=dtype).detach()
+                linear.weight_amax, linear.rng = torch.empty(()), torch.empty(4, dtype=torch.int64)
+            elif dtype != torch.float32:
+                copies += linear.weight.numel() * dtype.itemsize
+        shape = (cfg.training.micro_batch_size, cfg.training.seq_len)
+        seq_idx = torch.zeros(shape, dtype=torch.int32) if cfg.data.reset_state_at_documents else None
+        x = torch.empty(*shape, model.hidden_size, dtype=dtype, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            block(x, seq_idx)
+        for tensor in (*block.parameters(), *block.buffers()):
+            kept.pop(tensor.untyped_storage()._cdata, None)
+        return sum(storage.nbytes() for storage in kept.values()) - copies
+
+
+def _blocks(cfg: Config, phase: str) -> tuple[int, int]:
+    """(activations, operands) of all blocks in a phase, in bytes. Blocks that are alike are measured once."""
+    pattern = cfg.model.pattern
+    blocks: dict[int, dict[str, LinearPlan]] = {block: {} for block in range(len(pattern))}
+    operands = 0
+    for layer in linear_layers(cfg.model):
+        plan = plan_for(cfg.precision, layer.name, layer.block, len(pattern), phase)
+        blocks[layer.block][layer.name.rsplit(".", 1)[1]] = plan
+        operands += _operand_bytes(layer, plan, cfg)
+    measured: dict[tuple, int] = {}
+    activations = 0
+    for block, plans in blocks.items():
+        key = (pattern[block], *plans.items())
+        if key not in measured:
+            measured[key] = kept_bytes(pattern[block], cfg, plans)
+        activations += measured[key]
+    return activations, operands
+
+
+def _operand_bytes(layer: LinearLayer, plan: LinearPlan, cfg: Config) -> int:
+    if cfg.precision.name == "fp32":
+        return 0
+    both = {"fprop.weight", "dgrad.weight"} & plan.quantized
+    copies = 2 if both and not plan.square_weights else 1
+    return copies * 2 * layer.out_features * layer.in_features
+
+
+def _head(cfg: Config, device_type: str) -> int:
+    """loss.head_loss: logits in the compute dtype and fp32, their gradients in both, for one slice of tokens; the
+    gradients of hidden states (compute dtype) and head (fp32), and the head in the compute dtype."""
+    vocab, hidden, size = cfg.model.vocab_size, cfg.model.hidden_size, compute_dtype(cfg).itemsize
+    tokens = cfg.training.micro_batch_size * cfg.training.seq_len
+    rows = min(tokens, max(1, SLICE_ELEMENTS[device_type] // vocab))
+    return rows * vocab * 2 * (4 + size) + tokens * hidden * size + vocab * hidden * (4 + size)
