@@ -70,12 +70,24 @@ class PrecisionConfig:
 
 @dataclass
 class DataConfig:
+    """Text and what becomes of it. With a prepared data set as source, only reset_state_at_documents matters."""
+
     source: str = "stdlib"  # "stdlib", a folder or file of text, or a prepared data set
     tokenizer: str | None = None  # a SentencePiece .model; null: trained on the training part
     cache_dir: str | None = None  # prepared data; null: $XDG_CACHE_HOME/nvfp4_train
     valid_fraction: float = 0.02  # share of documents held out, by hash
     max_train_bytes: int | None = None  # of text, at most (documents chosen by hash)
     reset_state_at_documents: bool = False  # Mamba state, convolution and attention restart at documents
+
+
+@dataclass
+class PrepareConfig:
+    """`python -m nvfp4_train.prepare`: a data set in a folder of one's own."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    out: str = MISSING  # the prepared data set's folder
+    vocab_size: int | None = None  # null: that of data.tokenizer, 4096 without one
+    action: str = "build"  # build | verify (every byte of out against its checksums) | stats
 
 
 @dataclass

@@ -30,6 +30,7 @@ import numpy as np
 import sentencepiece
 
 from nvfp4_train.atomic import fsync_dir
+from nvfp4_train.config.checks import positive
 from nvfp4_train.config.schema import DataConfig
 from nvfp4_train.data import tokenizer as tokenizers
 from nvfp4_train.data.baselines import Baselines
@@ -38,6 +39,7 @@ from nvfp4_train.data.shards import FORMAT_VERSION, SplitWriter
 from nvfp4_train.data.sources import Document, Source, find_source
 from nvfp4_train.data.tokenizer import Tokenizer, check_vocab_size
 from nvfp4_train.errors import ConfigError, DataError
+from nvfp4_train.units import duration
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -94,11 +96,8 @@ def input_key(source: Source, cfg: DataConfig, vocab_size: int) -> str:
 
 def _check(cfg: DataConfig) -> None:
     if not 0 < cfg.valid_fraction < 1:
-        raise ConfigError(f"data.valid_fraction={cfg.valid_fraction} must lie between 0 and 1, such as 0.02.")
-    if cfg.max_train_bytes is not None and cfg.max_train_bytes <= 0:
-        raise ConfigError(
-            f"data.max_train_bytes={cfg.max_train_bytes} must be positive, or null for all the text."
-        )
+        raise ConfigError(f"data.valid_fraction={cfg.valid_fraction:g} must lie between 0 and 1.")
+    positive(cfg, "data", "max_train_bytes")
 
 
 def _build_once(
@@ -307,7 +306,8 @@ class _Progress:
             rate = done / (now - self._start)
             left = (self._total - done) / rate
             self._report(
-                f"{self._what}: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, {left:.0f} s left"
+                f"{self._what}: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:.1f} MB/s, "
+                f"{duration(left)} left"
             )
 
 
