@@ -1,0 +1,131 @@
+"""What a run needs of the machine, told before anything is built, with what to try instead."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from nvfp4_train import units
+from nvfp4_train.config.load import compose_config, option_names
+from nvfp4_train.config.schema import Config
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.model.flops import parameter_count
+from nvfp4_train.training import machine
+from nvfp4_train.training.memory import Memory, estimate
+
+
+class Problem(NamedTuple):
+    """Something that the run needs and that is not there; every field is a phrase for people."""
+
+    what: str
+    needed: str
+    there: str
+    remedy: str
+
+
+def check(cfg: Config) -> None:
+    """Raise ConfigError when the memory, disk or data that `cfg` needs is not there, with what to try instead.
+
+    Also for device=cuda where there is none, and where a launcher started several processes.
+    """
+    if problems := find_problems(cfg):
+        rows = [(p.what, f"needs  {p.needed}\nhas    {p.there}\ntry    {p.remedy}") for p in problems]
+        raise ConfigError(
+            f"{cfg.experiment or cfg.model.name} can't run here as it stands:\n{units.table(rows)}\n"
+            f"{_alternatives(cfg)}"
+        )
+
+
+def find_problems(cfg: Config) -> list[Problem]:
+    """What stands in the way of this run on this machine. Raises ConfigError for a device that is not there."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains in one process; start it without torchrun, "
+            "or with --nproc-per-node=1."
+        )
+    device = machine.resolve_device(cfg.device)
+    found = (_memory(cfg, device.type, machine.memory_bytes(device)), _data(cfg), _disk(cfg))
+    return [problem for problem in found if problem is not None]
+
+
+def checkpoint_bytes(cfg: Config) -> int:
+    """Size of one checkpoint: weights and AdamW's moments in fp32."""
+    return 12 * parameter_count(cfg.model)
+
+
+def _memory(cfg: Config, device_type: str, there: int) -> Problem | None:
+    need = estimate(cfg, device_type)
+    if need.total <= there:
+        return None
+    parts = ", ".join(f"{name} {units.size(value)}" for name, value in vars(need).items())
+    return Problem(
+        what="memory",
+        needed=f"{units.size(need.total)} on one device, for {parameter_count(cfg.model):,} parameters\n       ({parts})",
+        there=units.size(there) + (" of GPU memory" if device_type == "cuda" else " of RAM"),
+        remedy=_less_memory(cfg, device_type, there, need),
+    )
+
+
+def _less_memory(cfg: Config, device_type: str, there: int, need: Memory) -> str:
+    """The largest micro-batch that fits, or else a smaller model."""
+    batch = cfg.training.global_batch_size
+    for size in (n for n in range(cfg.training.micro_batch_size - 1, 0, -1) if batch % n == 0):
+        smaller = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
+        if (total := estimate(smaller, device_type).total) <= there:
+            return f"training.micro_batch_size={size}, which needs {units.size(total)} and trains the same batches"
+    state = need.weights + need.moments + need.gradients
+    if state < there:
+        return "a shorter training.seq_len, or a smaller model (model.pattern, model.hidden_size, ...)"
+    return (
+        f"a larger device or a smaller model; weights, moments and gradients alone take {units.size(state)},\n"
+        "       and sharding them over several GPUs (parallel.fsdp) is not supported yet"
+    )
+
+
+def _data(cfg: Config) -> Problem | None:
+    source = cfg.data.source
+    if source == "stdlib" or Path(source).expanduser().exists():
+        return None
+    return Problem(
+        what="data",
+        needed="text: a folder or file of .txt .md .py .jsonl .parquet, or a prepared data set",
+        there=f"nothing: data.source={source} doesn't exist",
+        remedy="data.source=FOLDER, or data=stdlib for a trial with Python's own source code",
+    )
+
+
+def _disk(cfg: Config) -> Problem | None:
+    folder = Path(cfg.run_dir).expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    # While a checkpoint is written the older ones are still there.
+    copies = cfg.checkpoint.keep_last + 1
+    need, free = copies * checkpoint_bytes(cfg), shutil.disk_usage(existing).free
+    held = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
+    if need <= free + held:
+        return None
+    return Problem(
+        what="disk",
+        needed=f"{units.size(need)} for {copies} checkpoints of {units.size(checkpoint_bytes(cfg))}",
+        there=f"{units.size(free)} free at {existing}",
+        remedy="run_dir=DIR on a larger disk" + (", or checkpoint.keep_last=1" * (copies > 2)),
+    )
+
+
+def _alternatives(cfg: Config) -> str:
+    """The other experiments that the memory suffices for."""
+    device = machine.resolve_device(cfg.device)
+    there = machine.memory_bytes(device)
+    others = [
+        compose_config([f"+experiment={name}"])
+        for name in option_names("experiment")
+        if name != cfg.experiment
+    ]
+    small = [other for other in others if 16 * parameter_count(other.model) < there]
+    needs = sorted((estimate(other, device.type).total, other.experiment) for other in small)
+    fitting = [f"+experiment={name} ({units.size(need)})" for need, name in needs if need <= there]
+    if not fitting:
+        return f"No experiment fits into {units.size(there)}."
+    return f"What fits here: {', '.join(fitting)}; quickstart brings its own text."
