@@ -76,7 +76,9 @@ def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan]) -> int
             linear = getattr(block.mixer, name)
             linear.plan = plan
             if plan.quantized:
-                linear.fprop_weight = linear.dgrad_weight = torch.empty_like(linear.weight, dtype=dtype).detach()
+                linear.fprop_weight = linear.dgrad_weight = torch.empty_like(
+                    linear.weight, dtype=dtype
+                ).detach()
                 linear.weight_amax, linear.rng = torch.empty(()), torch.empty(4, dtype=torch.int64)
             elif dtype != torch.float32:
                 copies += linear.weight.numel() * dtype.itemsize
