@@ -1,0 +1,68 @@
+"""Measure a trained model on text: `python -m nvfp4_train.evaluate run=DIR [data=FILE_OR_FOLDER] [bf16=true]`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from nvfp4_train import cli, units
+from nvfp4_train.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Options:
+    run: str = cli.option(
+        "folder of the run: its newest checkpoint is measured (or one of its checkpoints/step_...)"
+    )
+    data: str | None = cli.option(
+        "text to measure on, a file or folder; without it the run's held-out text", None
+    )
+    bf16: bool = cli.option("measure with every layer in BF16 as well", False)
+    max_tokens: int | None = cli.option("measure on the first so many tokens; without it on all", None)
+    device: str = cli.option("auto, cpu or cuda", "auto")
+
+
+def main(argv: list[str]) -> None:
+    """Print loss and bits per byte of the model as it was trained, and of general compressors on the same text."""
+    options = cli.parse(argv, Options, "nvfp4_train.evaluate")
+    if options is None:
+        return
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 1.")
+    from nvfp4_train.training import evaluation, inference  # after the check: importing torch takes seconds
+
+    run = inference.load_run(
+        options.run, options.device, warn=lambda text: print(f"WARNING  {text}", file=sys.stderr)
+    )
+    if options.data is None:
+        text = evaluation.held_out_text(run, report=lambda line: print(line, file=sys.stderr))
+    else:
+        text = evaluation.read_text(options.data, run.tokenizer, options.max_tokens)
+    scores = {"as trained": evaluation.score(run, text, options.max_tokens, _progress)}
+    if options.bf16:
+        with run.precision.all_bf16():
+            scores["all in BF16"] = evaluation.score(run, text, options.max_tokens, _progress)
+    first = scores["as trained"]
+    rows = [
+        ("model", run.title),
+        ("precision", run.precision.summary()),
+        ("text", f"{text.name}: {units.count(first.tokens)} tokens, {units.size(first.n_bytes)}"),
+    ]
+    for name, score in scores.items():
+        gap = "" if score is first else f"  (as trained {100 * (first.loss / score.loss - 1):+.2f} %)"
+        rows.append((name, f"loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte{gap}"))
+    if options.max_tokens is None:  # of the whole text
+        rows += [
+            (f"{name} -9", f"{'':11}  {value:.3f} bits per byte") for name, value in text.baselines.items()
+        ]
+    print(units.table(rows, indent=""))
+
+
+def _progress(share: float) -> None:
+    if sys.stderr.isatty():
+        end = "\r\x1b[K" if share >= 1.0 else ""
+        print(f"\r{100 * share:3.0f}%{end}", end="", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.exit_code(main))

@@ -1,0 +1,113 @@
+"""How well a trained model predicts a text: the run's held-out one, or any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from nvfp4_train.data.baselines import Baselines
+from nvfp4_train.data.build import prepare
+from nvfp4_train.data.dataset import Dataset, open_dataset
+from nvfp4_train.data.sources import find_source
+from nvfp4_train.data.tokenizer import Tokenizer
+from nvfp4_train.data.validation import iterate_valid
+from nvfp4_train.errors import DataError
+from nvfp4_train.training.inference import TrainedRun
+
+
+class TokenizedText:
+    """A text in memory as the held-out part of a data set: documents in order, each followed by eos."""
+
+    def __init__(self, tokens: np.ndarray, tokenizer: Tokenizer) -> None:
+        self._tokens, self.tokenizer = tokens, tokenizer
+
+    def n_tokens(self, split: str) -> int:
+        return len(self._tokens)
+
+    def tokens(self, split: str, start: int, stop: int) -> np.ndarray:
+        return self._tokens[start:stop].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Text:
+    """What is measured on; `baselines` are bits per byte of general compressors on all of it."""
+
+    name: str
+    stream: Dataset | TokenizedText
+    baselines: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Score:
+    """`loss` in nats a token; `tokens` and `n_bytes` say on how much text."""
+
+    loss: float
+    bits_per_byte: float
+    tokens: int
+    n_bytes: int
+
+
+def held_out_text(run: TrainedRun, report: Callable[[str], None]) -> Text:
+    """The text that the run held out, prepared again where the cache has lost it. `report` gets lines for a person.
+
+    Raises DataError when the source is gone, or is not the text it was.
+    """
+    dataset = open_dataset(prepare(run.cfg.data, run.cfg.model.vocab_size, report))
+    source = run.cfg.data.source
+    if dataset.tokenizer.hash != run.tokenizer.hash:
+        raise DataError(
+            f"data.source={source} no longer is the text that the run was trained on (its tokenizer differs): restore "
+            "it, or give another text with data=FILE_OR_FOLDER."
+        )
+    return Text(f"{dataset.manifest['source']}, held-out part", dataset, dataset.baselines())
+
+
+def read_text(source: str, tokenizer: Tokenizer, max_tokens: int | None) -> Text:
+    """The text in the file or folder `source`, read until there are `max_tokens` tokens (then without baselines).
+
+    Raises DataError when there is none, or none that can be read.
+    """
+    found, compressors = find_source(source), Baselines()
+    parts, count = [], 0
+    for document, _ in found.documents():
+        parts.append(np.array([*tokenizer.encode(document.text), tokenizer.eos_id], dtype=np.int32))
+        count += len(parts[-1])
+        if max_tokens is not None and count >= max_tokens:
+            break
+        compressors.add(document.data)
+    if not parts:
+        raise DataError(f"data={source} holds only empty documents: give a file or folder with text.")
+    baselines = compressors.finish() if max_tokens is None else {}
+    baselines.pop("bytes", None)
+    return Text(found.name, TokenizedText(np.concatenate(parts), tokenizer), baselines)
+
+
+@torch.no_grad()
+def score(run: TrainedRun, text: Text, max_tokens: int | None, progress: Callable[[float], None]) -> Score:
+    """Measure every token of `text` once, in micro-batches of the run's size, so that tensor scales span as much as in
+    training. `progress` gets the share done after each."""
+    training = run.cfg.training
+    stream = iterate_valid(
+        text.stream,
+        training.seq_len,
+        training.micro_batch_size,
+        max_tokens,
+        run.cfg.data.reset_state_at_documents,
+    )
+    total = min(text.stream.n_tokens("valid"), max_tokens or math.inf)
+    nll = torch.zeros((), dtype=torch.float64, device=run.device)
+    count = torch.zeros((), dtype=torch.int64, device=run.device)
+    n_bytes = 0
+    for i, (batch, batch_bytes) in enumerate(stream, start=1):
+        batch = batch.to(run.device)
+        batch_nll, batch_count = run.model.loss(batch.tokens, batch.targets, batch.seq_idx, batch.mask)
+        nll += batch_nll
+        count += batch_count
+        n_bytes += batch_bytes
+        progress(min(1.0, i * batch.tokens.numel() / total))
+    tokens, nats = int(count), float(nll)
+    return Score(nats / tokens, nats / math.log(2) / n_bytes if n_bytes else math.nan, tokens, n_bytes)

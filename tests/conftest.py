@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pathlib
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nvfp4_train.atomic import write_text
+from nvfp4_train.config.load import compose_config
+from nvfp4_train.config.schema import Config
+from nvfp4_train.data.build import prepare
+from nvfp4_train.data.dataset import Dataset, open_dataset
+from nvfp4_train.distributed import checkpoint
+from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.init import initialize_
+from nvfp4_train.precision import PrecisionRuntime, apply_recipe
+from nvfp4_train.training.run_folder import config_yaml
+
+_TINY = [
+    "model=quickstart",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.head_dim=16",
+    "model.mamba_num_heads=2",
+    "model.mamba_head_dim=16",
+    "model.ssm_state_size=15",  # in_proj is 96 wide
+    "model.chunk_size=16",
+    "model.vocab_size=384",
+    "training.max_tokens=1e5",
+    "training.seq_len=32",
+    "training.global_batch_size=4",
+    "training.micro_batch_size=4",
+    "optimizer.lr=1e-3",
+    "schedule.warmup_tokens=1e3",
+    "checkpoint.every_steps=10",
+]
+
+
+@dataclass(frozen=True)
+class TinyRun:
+    """A run folder as the trainer leaves it, and what is in it."""
+
+    path: pathlib.Path
+    cfg: Config
+    dataset: Dataset
+    model: HybridModel
+    precision: PrecisionRuntime
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory) -> TinyRun:
+    """A hybrid of 7 blocks in NVFP4 on a little real text, with a checkpoint at step 20. Not to be written to."""
+    root = tmp_path_factory.mktemp("tiny")
+    (root / "text").mkdir()
+    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:24]:
+        (root / "text" / source.name).write_bytes(source.read_bytes())
+    overrides = [
+        f"data.source={root / 'text'}",
+        f"data.cache_dir={root / 'cache'}",
+        "data.valid_fraction=0.2",
+    ]
+    cfg = compose_config([*_TINY, *overrides, f"run_dir={root / 'run'}"])
+    dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, lambda line: None))
+
+    model = HybridModel(cfg.model).requires_grad_(False)
+    initialize_(model, 1)
+    # Larger than the initial ones, for outputs that differ visibly between precisions and texts.
+    for name, parameter in model.named_parameters():
+        if name in ("lm_head.weight", "embeddings.weight"):
+            parameter.mul_(3)
+    precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), 1)
+
+    run = root / "run"
+    run.mkdir()
+    write_text(run / "config.yaml", config_yaml(cfg))
+    (run / "tokenizer.model").write_bytes(dataset.tokenizer.model)
+    checkpoint.save(
+        run / "checkpoints", 10, 1280, {"model": {k: torch.zeros_like(v) for k, v in _weights(model)}}, {}
+    )
+    checkpoint.save(run / "checkpoints", 20, 2560, {"model": dict(_weights(model))}, {})
+    return TinyRun(run, cfg, dataset, model, precision)
+
+
+def _weights(model: HybridModel):
+    return model.state_dict().items()
