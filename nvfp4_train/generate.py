@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
 
     run = load_run(options.run, options.device, warn=lambda text: _say(f"WARNING  {text}"))
     prompt = sampling.start_document(run.tokenizer, options.prompt)
-    _say(f"{run.title}; {run.precision.summary()}")
+    _say(f"{run.title}; {run.precision.summary().split(';')[0]}")
     started = time.monotonic()
     n = 0
 

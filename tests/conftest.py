@@ -15,6 +15,7 @@ from nvfp4_train.distributed import checkpoint
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
+from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.run_folder import config_yaml
 
 _TINY = [
@@ -76,7 +77,7 @@ def tiny_run(tmp_path_factory) -> TinyRun:
     run = root / "run"
     run.mkdir()
     write_text(run / "config.yaml", config_yaml(cfg))
-    (run / "tokenizer.model").write_bytes(dataset.tokenizer.model)
+    save_tokenizer(run, dataset.tokenizer)
     checkpoint.save(
         run / "checkpoints", 10, 1280, {"model": {k: torch.zeros_like(v) for k, v in _weights(model)}}, {}
     )

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nvfp4_train import units
+from nvfp4_train.atomic import atomic_open
 from nvfp4_train.config.checks import one_of
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.tokenizer import Tokenizer
@@ -93,6 +94,12 @@ def load_config(folder: Path) -> Config:
         raise CheckpointError(
             f"{path} can't be used ({reason}): restore it, or use the version that wrote it."
         ) from error
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Put the tokenizer into a run folder, atomically."""
+    with atomic_open(folder / TOKENIZER, "wb") as f:
+        f.write(tokenizer.model)
 
 
 def _load_tokenizer(folder: Path) -> Tokenizer:
