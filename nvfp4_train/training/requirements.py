@@ -32,11 +32,15 @@ def check(cfg: Config) -> None:
     Also for device=cuda where there is none, and where a launcher started several processes.
     """
     if problems := find_problems(cfg):
-        rows = [(p.what, f"needs  {p.needed}\nhas    {p.there}\ntry    {p.remedy}") for p in problems]
         raise ConfigError(
-            f"{cfg.experiment or cfg.model.name} can't run here as it stands:\n{units.table(rows)}\n"
+            f"{cfg.experiment or cfg.model.name} can't run here as it stands:\n{units.table(rows_of(problems))}\n"
             f"{_alternatives(cfg)}"
         )
+
+
+def rows_of(problems: list[Problem]) -> list[tuple[str, str]]:
+    """Rows for `units.table`."""
+    return [(p.what, f"needs  {p.needed}\nhas    {p.there}\ntry    {p.remedy}") for p in problems]
 
 
 def find_problems(cfg: Config) -> list[Problem]:
@@ -87,7 +91,7 @@ def _less_memory(cfg: Config, device_type: str, there: int, need: Memory) -> str
 
 def _data(cfg: Config) -> Problem | None:
     source = cfg.data.source
-    if source == "stdlib" or Path(source).expanduser().exists():
+    if source == "stdlib" or os.path.exists(Path(source).expanduser()):
         return None
     return Problem(
         what="data",
@@ -99,7 +103,7 @@ def _data(cfg: Config) -> Problem | None:
 
 def _disk(cfg: Config) -> Problem | None:
     folder = Path(cfg.run_dir).expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     # While a checkpoint is written the older ones are still there.
     copies = cfg.checkpoint.keep_last + 1
     need, free = copies * checkpoint_bytes(cfg), shutil.disk_usage(existing).free
