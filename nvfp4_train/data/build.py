@@ -184,9 +184,8 @@ class _Scan:
     valid_below: int
     train_below: int = HASHES
     bytes: int = 0
-    histogram: np.ndarray = field(
-        default_factory=lambda: np.zeros(_BUCKETS, np.int64)
-    )  # training bytes by hash
+    # Bytes of training text by second hash.
+    histogram: np.ndarray = field(default_factory=lambda: np.zeros(_BUCKETS, np.int64))
 
     def split(self, document: Document) -> str | None:
         """ "train", "valid", or None for a document that isn't used."""
@@ -205,7 +204,8 @@ def _scan(source: Source, cfg: DataConfig, report: Report) -> _Scan:
     scan = _Scan(tokenizers.Sample(), valid_below=int(cfg.valid_fraction * HASHES))
     progress = _Progress("Reading", source.size, report)
     documents = held_out = 0
-    smallest: tuple[int, int, bytes] | None = None
+    # Of the training documents with the smallest first hash: both hashes, and their bytes.
+    smallest: tuple[int, int, int] | None = None
     for document, done in source.documents():
         first, second = _hashes(document.data)
         documents += 1
@@ -215,14 +215,15 @@ def _scan(source: Source, cfg: DataConfig, report: Report) -> _Scan:
         else:
             scan.sample.add(second, document.data)
             scan.histogram[second * _BUCKETS // HASHES] += len(document.data)
-            if smallest is None or first < smallest[0]:
-                smallest = first, second, document.data
+            if smallest is None or first <= smallest[0]:
+                equal = smallest[2] if smallest and first == smallest[0] else 0
+                smallest = first, second, equal + len(document.data)
         progress(done)
     if not held_out and smallest:  # so few documents that chance chose none
-        first, second, data = smallest
+        first, second, n_bytes = smallest
         scan.valid_below = first + 1
         scan.sample.remove(second)
-        scan.histogram[second * _BUCKETS // HASHES] -= len(data)
+        scan.histogram[second * _BUCKETS // HASHES] -= n_bytes
     if not scan.histogram.sum():
         raise DataError(
             f"data.source={cfg.source} has too few documents to train on some and hold out others ({documents} with "

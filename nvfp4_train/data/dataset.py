@@ -86,11 +86,7 @@ class Dataset:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self.tokenizer = Tokenizer.load(path / TOKENIZER)
-        if self.tokenizer.hash != self.manifest["tokenizer"]["sha256"]:
-            raise DataError(
-                f"{path / TOKENIZER} is not the tokenizer that the shards were written with: {again(path)}."
-            )
+        self.tokenizer = Tokenizer(_read_tokenizer(path, self.manifest["tokenizer"]["sha256"]))
         self.hash = _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
         self._readers = {
             split: [
@@ -143,6 +139,17 @@ class Dataset:
 
     def _shards(self, split: str) -> list[dict[str, Any]]:
         return self.manifest["splits"][split]["shards"]
+
+
+def _read_tokenizer(folder: Path, sha256: str) -> bytes:
+    path = folder / TOKENIZER
+    try:
+        model = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} can't be read ({error.strerror}): {again(folder)}.") from error
+    if hashlib.sha256(model).hexdigest() != sha256:
+        raise DataError(f"{path} is not the tokenizer that the shards were written with: {again(folder)}.")
+    return model
 
 
 def _checksum(content: dict[str, Any]) -> str:

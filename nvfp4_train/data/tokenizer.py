@@ -24,6 +24,7 @@ import sentencepiece
 from nvfp4_train.errors import DataError
 
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on; more changes little
+MAX_PART = 1 << 20  # characters encoded in one go
 SETTINGS = {
     "model_type": "bpe",
     "byte_fallback": True,
@@ -41,7 +42,7 @@ SETTINGS = {
     "pad_id": -1,
 }
 _SENTENCES = re.compile(r"(?s).{1,1024}\n|.{1,1024}")
-_PARTS = re.compile(r"(?s).{1,1048575}\n|.{1,1048576}")
+_PARTS = re.compile(rf"(?s).{{1,{MAX_PART - 1}}}\n|.{{1,{MAX_PART}}}")
 _SPACE = "\u2581"
 _PROBE = " \t  a\u2581b\u2581\u2581 \r\n\n\x00\x01\x7f\ufeff\u2585<s></s><unk><0x41> é e\u0301 ﬁ Ａ 漢 😀\u200b\u2028  \n "
 
@@ -54,8 +55,9 @@ class Tokenizer:
 
     def __init__(self, model: bytes, name: str = "the tokenizer") -> None:
         """`model` is the content of a .model file. Raises DataError when it isn't one, or isn't exact."""
+        self._model = sentencepiece.SentencePieceProcessor()
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
+            self._model.load_from_serialized_proto(model)
         except Exception as error:  # the binding raises whatever class its status maps to
             raise DataError(f"{name} is no SentencePiece model: restore it, or choose another.") from error
         self.vocab_size = self._model.get_piece_size()
@@ -64,14 +66,13 @@ class Tokenizer:
         self.model = model
         self._pieces = [self._piece(i) for i in range(self.vocab_size)]
         self.byte_lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
-        bytes_of_space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        self._escaped_space = bytes_of_space
+        self._escaped_space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+        exact = (
+            all(map(self._model.is_byte, self._escaped_space)) and self.decode(self.encode(_PROBE)) == _PROBE
+        )
         if self.eos_id < 0:
             raise DataError(f"{name} has no end-of-document piece (eos): train one with eos_id set.")
-        if (
-            not all(self._model.is_byte(i) for i in bytes_of_space)
-            or self.decode(self.encode(_PROBE)) != _PROBE
-        ):
+        if not exact:
             raise DataError(
                 f"{name} doesn't give text back as it was: use a model trained with byte_fallback, the identity "
                 "normalisation, no dummy prefix and no removal of white space, or leave data.tokenizer unset."
@@ -90,19 +91,23 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without eos. Raises DataError for half of a surrogate pair, which is no text."""
         try:
-            if len(text) > 1 << 20:
-                return [token for part in _PARTS.findall(text) for token in self.encode(part)]
-            first, *others = text.split(_SPACE)
-            tokens = self._model.encode(first, out_type=int)
-            for part in others:
-                tokens += self._escaped_space
-                tokens += self._model.encode(part, out_type=int)
-            return tokens
+            text.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"Character {error.start} of the text is half of a surrogate pair (\\u{ord(text[error.start]):04x}), "
-                "which is no text: remove it."
+                f"Character {error.start} of the text is half of a surrogate pair "
+                f"(\\u{ord(text[error.start]):04x}), which is no text: remove it."
             ) from error
+        if len(text) <= MAX_PART:
+            return self._encode(text)
+        return [token for part in _PARTS.findall(text) for token in self._encode(part)]
+
+    def _encode(self, text: str) -> list[int]:
+        first, *others = text.split(_SPACE)
+        tokens = self._model.encode(first, out_type=int)
+        for part in others:
+            tokens += self._escaped_space
+            tokens += self._model.encode(part, out_type=int)
+        return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`; eos gives nothing, and bytes that aren't UTF-8 (a model may sample such) U+FFFD."""
@@ -155,7 +160,7 @@ def train(texts: Iterable[str], vocab_size: int) -> bytes:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=_sentences(texts),
             model_writer=model,
-            vocab_size=vocab_size,
+            vocab_size=max(vocab_size, 258),  # below, it fails before it counts how many are needed
             num_threads=1,
             minloglevel=2,
             **SETTINGS,
@@ -177,12 +182,10 @@ def _explain(error: str, vocab_size: int) -> str:
             f"model.vocab_size={vocab_size} is too large for so little text: set it to at most {largest[1]}, or give "
             "more text."
         )
-    if smallest := re.search(
-        r"required_chars\. \d+ vs (\d+)|smaller than required_chars\D+\d+\D+(\d+)", error
-    ):
+    if smallest := re.search(r"required_chars\. \d+ vs (\d+)", error):
         return (
-            f"model.vocab_size={vocab_size} is too small for the text's characters and the 256 bytes: set it to at "
-            f"least {smallest[1] or smallest[2]}."
+            f"model.vocab_size={vocab_size} is too small for the 256 bytes and the text's characters: set it to at "
+            f"least {smallest[1]}."
         )
     return f"No tokenizer of model.vocab_size={vocab_size} could be trained: {' '.join(error.split())}."
 
