@@ -21,6 +21,12 @@ class CheckpointError(ConfigError):
     """A checkpoint or run folder that cannot be used. Exit code 2."""
 
 
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written (full disk); what was saved before is untouched. Exit code 1."""
+
+    exit_code = 1
+
+
 class RecoveryGaveUp(UserError):
     """Training could not go on by itself. Exit code 76."""
 

@@ -38,10 +38,10 @@ def main(argv: list[str]) -> None:
         text = evaluation.held_out_text(run, report=lambda line: print(line, file=sys.stderr))
     else:
         text = evaluation.read_text(options.data, run.tokenizer, options.max_tokens)
-    scores = {"as trained": evaluation.score(run, text, options.max_tokens, _progress)}
+    scores = {"as trained": evaluation.score(run.model, run.cfg, text.stream, options.max_tokens, _progress)}
     if options.bf16:
         with run.precision.all_bf16():
-            scores["all in BF16"] = evaluation.score(run, text, options.max_tokens, _progress)
+            scores["all in BF16"] = evaluation.score(run.model, run.cfg, text.stream, options.max_tokens, _progress)
     first = scores["as trained"]
     rows = [
         ("model", run.title),

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from nvfp4_train.atomic import fsync_dir, write_text
-from nvfp4_train.errors import CheckpointError
+from nvfp4_train.errors import CheckpointError, SaveError
 
 FORMAT = "nvfp4_train.checkpoint"
 FORMAT_VERSION = 1
@@ -62,7 +62,7 @@ def save(
 
     `tensors` is a nested dict with string keys and tensors as leaves (any dtype and device); `values` must be
     JSON. Of the checkpoints up to `step`, the newest `keep_last` stay (None: all), and every one whose step is
-    a multiple of `keep_every`. Raises CheckpointError when it can't be written (full disk); what stood in
+    a multiple of `keep_every`. Raises SaveError when it can't be written (full disk); what stood in
     `folder` before is then as it was.
     """
     folder = Path(folder)
@@ -92,7 +92,7 @@ def save(
         os.rename(tmp, final)
         fsync_dir(folder)
     except (OSError, RuntimeError, CheckpointException) as error:
-        raise CheckpointError(
+        raise SaveError(
             f"checkpoint of step {step} could not be written to {folder} ({_reason(error)}); earlier checkpoints are "
             "untouched: free some space there, or set run_dir on another disk"
         ) from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from nvfp4_train.config.schema import Config
 from nvfp4_train.data.baselines import Baselines
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
@@ -16,6 +17,7 @@ from nvfp4_train.data.sources import find_source
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.data.validation import iterate_valid
 from nvfp4_train.errors import DataError
+from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.training.inference import TrainedRun
 
 
@@ -87,24 +89,30 @@ def read_text(source: str, tokenizer: Tokenizer, max_tokens: int | None) -> Text
 
 
 @torch.no_grad()
-def score(run: TrainedRun, text: Text, max_tokens: int | None, progress: Callable[[float], None]) -> Score:
-    """Measure every token of `text` once, in micro-batches of the run's size, so that tensor scales span as much as in
-    training. `progress` gets the share done after each."""
-    training = run.cfg.training
-    stream = iterate_valid(
-        text.stream,
-        training.seq_len,
-        training.micro_batch_size,
+def score(
+    model: HybridModel,
+    cfg: Config,
+    stream: Dataset | TokenizedText,
+    max_tokens: float | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Score:
+    """Measure every held-out token of `stream` once (the first `max_tokens`), in micro-batches of the run's size, so
+    that tensor scales span as much as in training. `progress` gets the share done after each."""
+    device = model.lm_head.weight.device
+    batches = iterate_valid(
+        stream,
+        cfg.training.seq_len,
+        cfg.training.micro_batch_size,
         max_tokens,
-        run.cfg.data.reset_state_at_documents,
+        cfg.data.reset_state_at_documents,
     )
-    total = min(text.stream.n_tokens("valid"), max_tokens or math.inf)
-    nll = torch.zeros((), dtype=torch.float64, device=run.device)
-    count = torch.zeros((), dtype=torch.int64, device=run.device)
+    total = min(stream.n_tokens("valid"), max_tokens or math.inf)
+    nll = torch.zeros((), dtype=torch.float64, device=device)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     n_bytes = 0
-    for i, (batch, batch_bytes) in enumerate(stream, start=1):
-        batch = batch.to(run.device)
-        batch_nll, batch_count = run.model.loss(batch.tokens, batch.targets, batch.seq_idx, batch.mask)
+    for i, (batch, batch_bytes) in enumerate(batches, start=1):
+        batch = batch.to(device)
+        batch_nll, batch_count = model.loss(batch.tokens, batch.targets, batch.seq_idx, batch.mask)
         nll += batch_nll
         count += batch_count
         n_bytes += batch_bytes

@@ -1,0 +1,32 @@
+"""Train or resume: `python -m nvfp4_train.pretrain +experiment=quickstart [group=OPTION ...] [key=value ...]`."""
+
+from __future__ import annotations
+
+import sys
+
+from nvfp4_train import cli
+from nvfp4_train.config.load import load
+from nvfp4_train.config.validate import validate
+
+
+def main(argv: list[str]) -> None:
+    """Compose and check the configuration, then train, or print the plan of the run with dry_run=true."""
+    cfg = load(argv)
+    if cfg is None:
+        return
+    validate(cfg)
+    # After the checks: importing torch takes seconds.
+    if cfg.dry_run:
+        from nvfp4_train.training.dry_run import describe
+
+        print(describe(cfg))
+        return
+    from nvfp4_train.training import requirements
+    from nvfp4_train.training.run import run
+
+    requirements.check(cfg)
+    run(cfg, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(cli.exit_code(main))

@@ -1,0 +1,36 @@
+"""torch.compile of the model's blocks."""
+
+from __future__ import annotations
+
+import shutil
+
+import torch
+
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.model.hybrid import HybridModel
+
+
+def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
+    """Compile every block's forward as `training.compile` says, and return a line for the log.
+
+    Blocks of one kind share their compiled code, so the time this takes (at the first step) doesn't grow with depth.
+    "auto" compiles where a compiler for the device's code is found. Raises ConfigError for "on" where there is none.
+    """
+    missing = _missing_compiler(device)
+    if mode == "off" or (mode == "auto" and missing):
+        return "off" + (f": {missing}" if missing else "")
+    if missing:
+        raise ConfigError(f"training.compile=on, but {missing}: install it, or use training.compile=off.")
+    for layer in model.layers:
+        layer.compile(fullgraph=True, dynamic=False)
+    return "torch.compile, block by block (the first step takes longer)"
+
+
+def _missing_compiler(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None if shutil.which("g++") or shutil.which("clang++") else "no C++ compiler (g++) is found"
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "triton is not installed"
+    return None

@@ -1,0 +1,215 @@
+"""One launch of a run: builds its parts from the configuration, starts or resumes, and tells how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nvfp4_train import units
+from nvfp4_train.config.schema import Config
+from nvfp4_train.data.build import prepare
+from nvfp4_train.data.dataset import Dataset, open_dataset
+from nvfp4_train.model.flops import flops_per_token, parameter_count
+from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.init import initialize_
+from nvfp4_train.precision import apply_recipe
+from nvfp4_train.training import machine, resume
+from nvfp4_train.training.clipping import build_clipper
+from nvfp4_train.training.compilation import compile_blocks
+from nvfp4_train.training.console import Console
+from nvfp4_train.training.finite import SkipCounter
+from nvfp4_train.training.inference import save_tokenizer
+from nvfp4_train.training.memory import compute_dtype
+from nvfp4_train.training.metrics import MetricsWriter, read_metrics
+from nvfp4_train.training.optimizer import build_optimizer
+from nvfp4_train.training.plots import plot_run
+from nvfp4_train.training.resume import Start
+from nvfp4_train.training.run_folder import RunFolder
+from nvfp4_train.training.sampling import sample_text
+from nvfp4_train.training.schedule import build_schedule
+from nvfp4_train.training.signals import StopRequest
+from nvfp4_train.training.state import TrainState
+from nvfp4_train.training.summary import final_summary, more_tokens_command
+from nvfp4_train.training.tracker import build_tracker
+from nvfp4_train.training.trainer import HELD_OUT, Trainer
+
+SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.8, 0.95
+_LAST_STEPS = 20  # over which the summary averages the training loss
+
+
+def run(cfg: Config, overrides: Sequence[str]) -> None:
+    """Train as `cfg` says, from the start or from what its run folder holds. `overrides`: the command line's words.
+
+    Raises UserError: bad data or folder (exit code 2), stopped by a signal (75), recovery gave up (76), full disk (1).
+    """
+    with StopRequest() as stop:
+        folder = RunFolder(cfg.run_dir)
+        console = Console(folder.console_log, cfg.logging.console)
+        try:
+            _launch(cfg, overrides, folder, console, stop)
+        finally:
+            console.close()
+            folder.close()
+
+
+def _launch(
+    cfg: Config, overrides: Sequence[str], folder: RunFolder, console: Console, stop: StopRequest
+) -> None:
+    device = machine.resolve_device(cfg.device)
+    start = resume.begin(folder, cfg, console.warning)
+    if start.finished:
+        tokens = start.checkpoint.tokens
+        console.info(
+            f"{folder.path} is finished (step {start.checkpoint.step}, {units.count(tokens)} tokens).\n"
+            f"Train longer:  {more_tokens_command(overrides, 2 * tokens)}"
+        )
+        return
+    dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, console.info))
+    save_tokenizer(folder.path, dataset.tokenizer)
+    stop.check("while the text was prepared")
+
+    model = HybridModel(cfg.model, device, compute_dtype(cfg))
+    initialize_(model, cfg.training.seed)
+    state = TrainState(
+        model,
+        build_optimizer(model, cfg.optimizer),
+        build_clipper(cfg.clipping, device),
+        SkipCounter(device),
+        cfg.training.seed,
+        dataset.hash,
+    )
+    if start.checkpoint is not None:
+        state.restore(start.checkpoint)
+    precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
+    precision.set_phase(state.tokens / cfg.training.max_tokens)
+    compiled = compile_blocks(model, cfg.training.compile, device)
+    _tell(cfg, console, folder, dataset, start, device, precision.summary(), compiled)
+    resumed_at = start.checkpoint.step if start.checkpoint else None
+    tracker = build_tracker(
+        cfg.logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
+    )
+    with MetricsWriter(folder.metrics) as writer:
+        if start.checkpoint is not None:
+            writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
+        trainer = Trainer(
+            cfg,
+            folder,
+            state,
+            precision,
+            build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens),
+            dataset,
+            writer,
+            console,
+            tracker,
+            device,
+        )
+        try:
+            trainer.train(stop)
+        finally:
+            _plot(cfg, folder, dataset, console)
+            tracker.finish()
+    console.info("\n" + _summary(cfg, overrides, folder, trainer, device))
+    folder.finish(state.step)
+
+
+def _tell(
+    cfg: Config,
+    console: Console,
+    folder: RunFolder,
+    dataset: Dataset,
+    start: Start,
+    device: torch.device,
+    precision: str,
+    compiled: str,
+) -> None:
+    training, steps = cfg.training, resume.total_steps(cfg.training)
+    step_tokens = training.global_batch_size * training.seq_len
+    flops = flops_per_token(cfg.model, training.seq_len)
+    epochs = steps * step_tokens / dataset.n_tokens("train")
+    rows = [
+        ("run", f"{folder.path} (id {folder.run_id})"),
+        ("device", machine.describe(device)),
+        ("model", f"{cfg.model.name} {cfg.model.pattern}: {parameter_count(cfg.model):,} parameters"),
+        ("arithmetic", f"{flops / 1e9:.4g} GFLOP a token, forward and backward"),
+        ("precision", precision),
+        ("compile", compiled),
+        (
+            "data",
+            f"{dataset.manifest['source']}: {units.count(dataset.n_tokens('train'))} tokens to train on, "
+            f"{units.count(dataset.n_tokens('valid'))} held out ({units.size(dataset.n_bytes('valid'))} of text)",
+        ),
+        (
+            "budget",
+            f"{units.count(steps * step_tokens)} tokens ({epochs:.2f} epochs) in {steps} steps of "
+            f"{units.count(step_tokens)}",
+        ),
+    ]
+    if start.checkpoint is not None:
+        rows.append(
+            ("resumes", f"at step {start.checkpoint.step} ({units.count(start.checkpoint.tokens)} tokens)")
+        )
+    rows += [("changed", f"{key}: {was!r} -> {now!r}") for key, (was, now) in start.changed.items()]
+    console.header(cfg.experiment, rows)
+
+
+def _plot(cfg: Config, folder: RunFolder, dataset: Dataset, console: Console) -> None:
+    """A picture that fails must not fail the run."""
+    try:
+        plot_run(
+            folder.metrics,
+            _plot_path(folder),
+            dataset.baselines(),
+            f"{cfg.experiment} ({cfg.precision.name})",
+        )
+    except Exception as error:
+        console.warning(f"the plot could not be drawn ({error})")
+
+
+def _plot_path(folder: RunFolder) -> Path:
+    return folder.plots / "training.png"
+
+
+def _summary(
+    cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: Trainer, device: torch.device
+) -> str:
+    state, prompt = trainer.state, cfg.training.sample_prompt
+    sample = ""
+    if cfg.training.sample_tokens:
+        sample = sample_text(
+            state.model,
+            trainer.dataset.tokenizer,
+            prompt,
+            cfg.training.sample_tokens,
+            SAMPLE_TEMPERATURE,
+            SAMPLE_TOP_P,
+            cfg.training.seed,
+            device,
+        )
+    records = [record for record in read_metrics(folder.metrics) if "loss" in record]
+    losses = [record["loss"] for record in records if not record["skipped"]][-_LAST_STEPS:]
+    name = f"valid/{HELD_OUT}"
+    last = records[-1]
+    whole = cfg.training.validate_tokens is None
+    shown = Path(cfg.run_dir)
+    return final_summary(
+        run_dir=shown,
+        steps=state.step,
+        tokens=state.tokens,
+        launch_tokens=trainer.launch_tokens,
+        launch_seconds=trainer.seconds,
+        loss=sum(losses) / max(1, len(losses)),
+        precision=trainer.precision.summary(),
+        checkpoint=shown / "checkpoints" / f"step_{state.step:08d}",
+        plot=shown / _plot_path(folder).relative_to(folder.path),
+        valid_loss=last[f"{name}/loss"],
+        valid_bits_per_byte=last[f"{name}/bits_per_byte"],
+        valid_loss_bf16=last.get(f"{name}/loss_bf16"),
+        baselines=trainer.dataset.baselines() if whole else None,
+        skipped=int(state.skips.total),
+        prompt=prompt,
+        sample=sample,
+        more_command=more_tokens_command(overrides, 2 * state.tokens),
+    )

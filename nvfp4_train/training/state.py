@@ -1,0 +1,76 @@
+"""All that a run's future depends on, as one nested dict of tensors and one of JSON values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.checkpoint import Checkpoint
+from nvfp4_train.errors import CheckpointError
+from nvfp4_train.training.clipping import FixedClipper
+from nvfp4_train.training.finite import SkipCounter
+
+
+class TrainState:
+    """Model, optimizer, clipping, skipped steps, random state, and how far the run is.
+
+    The learning rate follows from the tokens, the batch of a step from (data set, seed, step), the bits of stochastic
+    rounding from (seed, step): of these the checkpoint holds what they follow from.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.AdamW,
+        clipper: FixedClipper,
+        skips: SkipCounter,
+        seed: int,
+        data_hash: str,
+    ) -> None:
+        self.model, self.optimizer, self.clipper, self.skips = model, optimizer, clipper, skips
+        self.seed, self.data_hash = seed, data_hash
+        self.step = 0  # optimizer steps done
+        self.tokens = 0  # tokens consumed by them
+
+    def tensors(self) -> dict[str, Any]:
+        """Everything that is a tensor; the model's and optimizer's are the tensors in use."""
+        return {
+            "model": dict(self.model.named_parameters()),
+            "optimizer": self._moments(),
+            "clipping": self.clipper.state_dict(),
+            "skips": self.skips.state_dict(),
+            "random": {"cpu": torch.get_rng_state()},
+        }
+
+    def values(self) -> dict[str, Any]:
+        return {"seed": self.seed, "data_hash": self.data_hash}
+
+    def restore(self, found: Checkpoint) -> None:
+        """Go on where `found` was saved. Raises CheckpointError when it belongs to another model, data set or seed."""
+        for name, here in self.values().items():
+            if found.values.get(name) != here:
+                raise CheckpointError(
+                    f"{found.path} was trained with {name} {found.values.get(name)}, this run has {here}: give back the "
+                    "text and the seed it was started with, or set run_dir to a new folder."
+                )
+        tensors = self.tensors()
+        checkpoint.load(found, tensors)
+        self.clipper.load_state_dict(tensors["clipping"])
+        self.skips.load_state_dict(tensors["skips"])
+        torch.set_rng_state(tensors["random"]["cpu"])
+        self.step, self.tokens = found.step, found.tokens
+
+    def _moments(self) -> dict[str, dict[str, Tensor]]:
+        """AdamW's state by parameter name, made (zero) where no step has been taken yet."""
+        out = {}
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            out[name] = dict(state)
+        return out

@@ -1,0 +1,185 @@
+"""The training loop: steps, metrics, validation, checkpoints, and stopping when asked to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import psutil
+import torch
+
+from nvfp4_train.config.schema import Config
+from nvfp4_train.data.dataset import Dataset
+from nvfp4_train.data.loader import Loader
+from nvfp4_train.data.sampler import Sampler
+from nvfp4_train.distributed import checkpoint
+from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
+from nvfp4_train.model.flops import flops_per_token
+from nvfp4_train.precision import PrecisionRuntime
+from nvfp4_train.training.console import Console
+from nvfp4_train.training.evaluation import score
+from nvfp4_train.training.metrics import DeviceMetrics, MetricsWriter
+from nvfp4_train.training.resume import total_steps
+from nvfp4_train.training.run_folder import RunFolder
+from nvfp4_train.training.schedule import Schedule
+from nvfp4_train.training.signals import StopRequest
+from nvfp4_train.training.state import TrainState
+from nvfp4_train.training.step import train_step
+from nvfp4_train.training.tracker import Tracker
+
+HELD_OUT = "heldout"  # name of the validation set in the metrics
+
+
+class Trainer:
+    """Takes the run from `state` to its last step.
+
+    After each step, in this order: validation when due, then metrics to disk, then a checkpoint when due. So a
+    checkpoint of step N finds everything up to N in metrics.jsonl, and a resumed run repeats nothing of it.
+    """
+
+    def __init__(
+        self,
+        cfg: Config,
+        folder: RunFolder,
+        state: TrainState,
+        precision: PrecisionRuntime,
+        schedule: Schedule,
+        dataset: Dataset,
+        writer: MetricsWriter,
+        console: Console,
+        tracker: Tracker,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
+        self.schedule, self.dataset, self.device = schedule, dataset, device
+        self.writer, self.console, self.tracker = writer, console, tracker
+        self.total_steps = total_steps(cfg.training)
+        self.seconds = 0.0  # spent in training steps by this launch
+        self.launch_tokens = 0
+        self._flops_per_token = flops_per_token(cfg.model, cfg.training.seq_len)
+        self._metrics = DeviceMetrics()
+        self._checkpoint_step = state.step
+
+    def train(self, stop: StopRequest) -> None:
+        """Run to the last step, which is validated and saved.
+
+        Raises StoppedBySignal after saving when `stop` was requested, RecoveryGaveUp when too many steps in a row were
+        not finite, SaveError when a checkpoint can't be written.
+        """
+        training = self.cfg.training
+        sampler = Sampler(
+            self.dataset,
+            seq_len=training.seq_len,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            reset_state_at_documents=self.cfg.data.reset_state_at_documents,
+        )
+        with Loader(sampler, self.state.step) as loader:
+            self._start_clock(loader)
+            while self.state.step < self.total_steps:
+                self._step(loader)
+                step = self.state.step
+                last = step == self.total_steps
+                due = bool(training.validate_every) and step % training.validate_every == 0
+                if last or due or step % training.log_every == 0 or stop:
+                    records = self._read_metrics(loader)
+                    if last or due:
+                        records[-1].update(self._validate())
+                        self._start_clock(loader)
+                    self._publish(records)
+                if last or step % self.cfg.checkpoint.every_steps == 0 or stop:
+                    self._save()
+                    self._start_clock(loader)
+                if stop and not last:
+                    raise StoppedBySignal(
+                        f"stopped by {stop.signal.name} after step {step}, which is saved: run the same command to go on."
+                    )
+
+    def _step(self, loader: Loader) -> None:
+        state = self.state
+        batch = loader.next().to(self.device)
+        self.precision.set_phase(state.tokens / self.cfg.training.max_tokens)
+        lr = self.schedule.lr(state.tokens)
+        scalars = train_step(state, self.precision, batch, self.cfg.training.micro_batch_size, lr)
+        self._metrics.add({"step": state.step, "tokens": state.tokens, "lr": lr}, scalars)
+
+    def _start_clock(self, loader: Loader) -> None:
+        self._clock, self._waited = time.perf_counter(), loader.waited
+
+    def _read_metrics(self, loader: Loader) -> list[dict[str, Any]]:
+        """Records of the steps since the last call; this is where the host waits for the device."""
+        records = self._metrics.read()
+        seconds = time.perf_counter() - self._clock
+        waited = loader.waited - self._waited
+        self._start_clock(loader)
+        tokens = len(records) * self.cfg.training.global_batch_size * self.cfg.training.seq_len
+        self.seconds += seconds
+        self.launch_tokens += tokens
+        for record in records:
+            record["tokens_per_second"] = tokens / seconds
+            record["tflops"] = tokens / seconds * self._flops_per_token / 1e12
+            record["memory_gib"] = _memory_in_use(self.device) / 2**30
+            record["data_wait_fraction"] = waited / seconds
+        return records
+
+    def _publish(self, records: list[dict[str, Any]]) -> None:
+        """To disk, screen and trackers. Raises RecoveryGaveUp after too many skipped steps."""
+        self.writer.write(records)
+        for record in records:
+            self.tracker.log(record)
+            if record["skipped"]:
+                self.console.warning(
+                    f"step {record['step']}: loss {record['loss']} and gradient norm {record['grad_norm']}, so the "
+                    "weights were left as they are"
+                )
+        self.console.step(records[-1], self.total_steps, self._total_tokens())
+        if warning := self.state.clipper.warning(records[-1]):
+            self.console.warning(warning)
+        limit = self.cfg.recovery.max_consecutive_skips
+        if records[-1]["skipped_in_a_row"] >= limit:
+            raise RecoveryGaveUp(
+                f"{records[-1]['skipped_in_a_row']} steps in a row were not finite (recovery.max_consecutive_skips="
+                f"{limit}): lower optimizer.lr, or look at {self.writer.path} for where it began."
+            )
+
+    def _validate(self) -> dict[str, float]:
+        limit = self.cfg.training.validate_tokens
+        result = score(self.state.model, self.cfg, self.dataset, limit)
+        values = {
+            f"valid/{HELD_OUT}/loss": result.loss,
+            f"valid/{HELD_OUT}/bits_per_byte": result.bits_per_byte,
+        }
+        text = f"step {self.state.step}: held-out loss {result.loss:.4f}, {result.bits_per_byte:.3f} bits per byte"
+        if self.cfg.training.validate_bf16:
+            with self.precision.all_bf16(), torch.compiler.set_stance("force_eager"):
+                beside = score(self.state.model, self.cfg, self.dataset, limit)
+            values[f"valid/{HELD_OUT}/loss_bf16"] = beside.loss
+            text += f" ({beside.loss:.4f} with all layers in BF16)"
+        self.console.info(text)
+        return values
+
+    def _save(self) -> None:
+        state, cfg = self.state, self.cfg.checkpoint
+        if state.step == self._checkpoint_step:
+            return
+        self.writer.sync()
+        checkpoint.save(
+            self.folder.checkpoints,
+            state.step,
+            state.tokens,
+            state.tensors(),
+            state.values(),
+            keep_last=cfg.keep_last,
+            keep_every=cfg.keep_every,
+        )
+        self._checkpoint_step = state.step
+
+    def _total_tokens(self) -> float:
+        return self.total_steps * self.cfg.training.global_batch_size * self.cfg.training.seq_len
+
+
+def _memory_in_use(device: torch.device) -> int:
+    """Bytes: of a GPU the most that were allocated, of a CPU the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return psutil.Process().memory_info().rss
