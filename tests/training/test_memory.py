@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nvfp4_train.config.load import compose_config
+from nvfp4_train.config.schema import Config
+from nvfp4_train.model.flops import parameter_count
+from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.init import initialize_
+from nvfp4_train.precision import apply_recipe
+from nvfp4_train.training import memory
+from nvfp4_train.training.optimizer import build_optimizer
+
+SIZES = {"pattern": "M*-M-", "hidden_size": 64, "intermediate_size": 256, "head_dim": 16, "chunk_size": 16}
+SIZES |= {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 22, "n_groups": 1, "vocab_size": 512}
+
+
+def config(precision: str, resets: bool = False) -> Config:
+    cfg = compose_config(["+experiment=quickstart", f"precision={precision}", "training.compile=off"])
+    training = replace(cfg.training, seq_len=64, micro_batch_size=2, global_batch_size=4)
+    data = replace(cfg.data, reset_state_at_documents=resets)
+    return replace(cfg, model=replace(cfg.model, **SIZES), training=training, data=data)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16", "fp32"])
+def test_activations_and_operands_are_what_autograd_keeps(precision, resets):
+    cfg = config(precision, resets)
+    model = HybridModel(cfg.model, "cpu", memory.compute_dtype(cfg))
+    initialize_(model, 1)
+    runtime = apply_recipe(model, cfg.precision, len(cfg.model.pattern), 1)
+    runtime.prepare_weights()
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
+        return tensor
+
+    x = torch.randn(2, 64, 64).to(model.compute_dtype).requires_grad_()
+    seq_idx = torch.zeros(2, 64, dtype=torch.int32) if resets else None
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        for layer in model.layers:
+            x = layer(x, seq_idx)
+    kept = {
+        p: s for p, s in kept.items() if p not in {t.untyped_storage().data_ptr() for t in model.parameters()}
+    }
+    prepared = {
+        b.untyped_storage().data_ptr() for name, b in model.named_buffers() if name.endswith("_weight")
+    }
+    need = memory.estimate(cfg, "cpu")
+    measured = sum(s.nbytes() for p, s in kept.items() if p not in prepared)
+    measured += sum(m.fprop_weight.nbytes for m in runtime.linears.values() if m.plan.quantized)
+    assert need.activations + need.operands == pytest.approx(measured, rel=0.01)
+
+
+def test_weights_moments_and_gradients_are_the_optimizers():
+    cfg = config("bf16")
+    model = HybridModel(cfg.model)
+    initialize_(model, 1)
+    optimizer = build_optimizer(model, cfg.optimizer)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    need = memory.estimate(cfg, "cpu")
+    assert need.weights == sum(p.nbytes for p in model.parameters())
+    assert need.gradients == sum(p.grad.nbytes for p in model.parameters())
+    states = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
+    assert need.moments == sum(t.nbytes for t in states)
+    assert need.total == sum(vars(need).values())
+
+
+def test_grows_with_what_it_should():
+    cfg = config("nvfp4")
+    small, large = (
+        memory.estimate(replace(cfg, training=replace(cfg.training, micro_batch_size=n)), "cpu")
+        for n in (1, 4)
+    )
+    assert large.activations == pytest.approx(4 * small.activations, rel=0.01)
+    assert (large.weights, large.operands) == (small.weights, small.operands)
+    separate = replace(cfg, precision=replace(cfg.precision, weight_blocks_2d=False))
+    assert memory.estimate(separate, "cpu").operands > small.operands
+    assert memory.estimate(config("bf16"), "cpu").activations > memory.estimate(cfg, "cpu").activations
+
+
+def test_nothing_is_allocated_for_the_largest_model():
+    cfg = compose_config(["+experiment=56b_hybrid"])
+    assert memory.estimate(cfg, "cuda").weights == 4 * parameter_count(cfg.model) > 200e9
