@@ -1,0 +1,127 @@
+"""Runs that are killed or stopped go on bit for bit: real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from nvfp4_train.training.metrics import read_metrics
+
+STEPS = 40
+CHECKPOINT_EVERY = 7
+TINY = [
+    "model=quickstart",
+    "model.pattern=M-*-",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.head_dim=16",
+    "model.mamba_num_heads=2",
+    "model.mamba_head_dim=16",
+    "model.ssm_state_size=15",
+    "model.chunk_size=16",
+    "model.vocab_size=384",
+    f"training.max_tokens={STEPS * 8 * 32}",
+    "training.seq_len=32",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=4",
+    "training.log_every=1",
+    "training.validate_every=15",
+    "training.validate_tokens=512",
+    "training.sample_tokens=8",
+    "training.compile=off",
+    "optimizer.lr=2e-3",
+    "schedule.warmup_tokens=1024",
+    "schedule.decay_every=1024",
+    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+]
+WALL_CLOCK = ("tokens_per_second", "tflops", "memory_gib", "data_wait_fraction")
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory) -> list[str]:
+    root = tmp_path_factory.mktemp("text")
+    text = root / "text"
+    text.mkdir()
+    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:16]:
+        (text / source.name).write_bytes(source.read_bytes())
+    data = [f"data.source={text}", f"data.cache_dir={root / 'cache'}", "data.valid_fraction=0.2"]
+    return [sys.executable, "-m", "nvfp4_train.pretrain", *TINY, *data]
+
+
+@pytest.fixture(scope="module")
+def unbroken(command, tmp_path_factory) -> list[dict]:
+    """Records of a run that nothing disturbed."""
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    done = launch(command, run).wait(timeout=180)
+    assert done == 0, (run / "console.log").read_text()
+    records = steps(run)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert records[-1]["loss"] < records[0]["loss"] - 0.3
+    return records
+
+
+def launch(command: list[str], run: pathlib.Path) -> subprocess.Popen:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [*command, f"run_dir={run}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+    )
+
+
+def steps(run: pathlib.Path) -> list[dict]:
+    """The records of steps, without what the clock decides."""
+    records = [r for r in read_metrics(run / "metrics.jsonl") if "event" not in r]
+    return [{k: v for k, v in r.items() if k not in WALL_CLOCK} for r in records]
+
+
+def wait_for_step(process: subprocess.Popen, run: pathlib.Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"ended before step {step}: {process.stderr.read()}"
+        if any(r["step"] >= step for r in steps(run)):
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_killed_at_a_random_step_it_goes_on_bit_for_bit(command, unbroken, tmp_path):
+    run = tmp_path / "run"
+    for _ in range(2):  # the resumed run is killed too
+        step = random.randint(1, STEPS // 2)
+        process = launch(command, run)
+        wait_for_step(process, run, step)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    resumed = launch(command, run)
+    assert resumed.wait(timeout=180) == 0, resumed.stderr.read()
+    assert steps(run) == unbroken  # every number of every step, each step once
+
+
+def test_sigterm_saves_exits_75_and_goes_on_bit_for_bit(command, unbroken, tmp_path):
+    run = tmp_path / "run"
+    process = launch(command, run)
+    wait_for_step(process, run, CHECKPOINT_EVERY + 2)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "is saved: run the same command to go on" in error
+    stopped_at = steps(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step_{stopped_at:08d}").is_dir()
+    resumed = launch(command, run)
+    assert resumed.wait(timeout=180) == 0, resumed.stderr.read()
+    assert steps(run) == unbroken
+
+    finished = subprocess.run([*command, f"run_dir={run}"], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0
+    assert "is finished" in finished.stdout
+    changed = subprocess.run([*command, f"run_dir={run}", "training.seed=7"], capture_output=True, text=True, timeout=60)
+    assert changed.returncode == 2
+    assert "training.seed: was 1234, now 7" in changed.stderr
