@@ -18,28 +18,24 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nvfp4_train.cli import exit_code
 from nvfp4_train.config.checks import one_of
 from nvfp4_train.config.overrides import check_overrides, explain
 from nvfp4_train.config.schema import PrepareConfig
 from nvfp4_train.data.build import prepare_into
 from nvfp4_train.data.dataset import SPLITS, Dataset, open_dataset
 from nvfp4_train.data.tokenizer import Tokenizer
-from nvfp4_train.errors import ConfigError, UserError
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.units import table
 
 DEFAULT_VOCAB_SIZE = 4096
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> None:
     if {"-h", "--help"} & set(argv):
         print(__doc__)
-        return 0
-    try:
+    else:
         _run(parse(argv))
-    except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 def parse(overrides: Sequence[str]) -> PrepareConfig:
@@ -103,4 +99,4 @@ def describe(dataset: Dataset) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main))
