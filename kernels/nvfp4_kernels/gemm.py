@@ -13,7 +13,9 @@ from collections.abc import Iterator
 
 import torch
 
+from nvfp4_kernels import cublas
 from nvfp4_kernels.format import QuantizedTensor, tensor_scale
+from nvfp4_kernels.triton import ops as gpu
 
 BACKENDS = ("auto", "emulated")
 
@@ -30,9 +32,17 @@ def gemm(
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown GEMM backend {backend!r}; there are {', '.join(BACKENDS)}")
-    scales = [tensor_scale(q.amax) for q in (a, b) if isinstance(q, QuantizedTensor)]
-    alpha = functools.reduce(torch.mul, scales) if scales else None
+    alpha = scale_product([q.amax for q in (a, b) if isinstance(q, QuantizedTensor)])
     return scaled_matmul(_operand(a), _operand(b), alpha, out_dtype)
+
+
+def scale_product(amaxes: list[torch.Tensor]) -> torch.Tensor | None:
+    """Product of the tensor scales g = amax / 2688 of the quantized operands: fp32 scalar; None when there is none."""
+    if not amaxes:
+        return None
+    if gpu.supports(amaxes[0]):
+        return gpu.scale_product(amaxes)
+    return functools.reduce(torch.mul, [tensor_scale(a) for a in amaxes])
 
 
 def _operand(q: QuantizedTensor | torch.Tensor) -> torch.Tensor:
@@ -45,11 +55,10 @@ def scaled_matmul(
     """alpha * a b^T with fp32 accumulation and one rounding. a: bf16 [M, K], b: bf16 [N, K], alpha: fp32 scalar."""
     if a.device.type == "cpu":
         return _matmul_cpu(a, b, alpha, out_dtype)
-    if out_dtype == torch.float32:
-        out = torch.mm(a, b.t(), out_dtype=torch.float32)
-        return out if alpha is None else out.mul_(alpha)
-    out = torch.mm(a, b.t())
-    return out if alpha is None else (out.float() * alpha).to(out_dtype)
+    if a.device.type == "cuda" and cublas.load()[0] is not None:
+        return cublas.matmul(a, b, alpha, out_dtype)
+    out = torch.mm(a, b.t(), out_dtype=torch.float32)
+    return (out if alpha is None else out.mul_(alpha)).to(out_dtype)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """The quantizer's public face: one signature, several backends, the same bits from each.
 
-Backends: `reference` (plain PyTorch, any device) and `cpu` (C++, compiled on first use). `auto` takes the
-fastest that accepts the tensor; `backend_report` says which and why.
+Backends: `reference` (plain PyTorch, any device), `cpu` (C++, compiled on first use) and `triton` (CUDA). `auto`
+takes the fastest that accepts the tensor; `backend_report` says which and why.
 """
 
 from __future__ import annotations
@@ -14,30 +14,45 @@ from nvfp4_kernels.cpu import ops as cpu
 from nvfp4_kernels.format import BLOCK, E2M1_VALUES, QuantizedTensor, pack, unpack
 from nvfp4_kernels.hadamard import hadamard16
 from nvfp4_kernels.random_bits import CounterKey
+from nvfp4_kernels.triton import ops as gpu
 
-BACKENDS = ("auto", "reference", "cpu")
+BACKENDS = ("auto", "reference", "cpu", "triton")
 ROW_BLOCK, SQUARE_BLOCK = (1, BLOCK), (BLOCK, BLOCK)
 
 
 def backend_report(device: torch.device | str = "cpu") -> str:
     """Which quantize kernels `auto` takes on `device`, and why: one line for the log."""
-    if torch.device(device).type != "cpu":
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
         return "reference (plain PyTorch)"
-    lib, text = cpu_build.load()
-    return f"cpu ({text})" if lib is not None else f"reference (plain PyTorch: {text})"
+    fast, text = _availability(kind)
+    return (
+        f"{'cpu' if kind == 'cpu' else 'triton'} ({text})" if fast else f"reference (plain PyTorch: {text})"
+    )
 
 
-def _use_cpu(x: torch.Tensor, backend: str) -> bool:
+def _availability(device_type: str) -> tuple[bool, str]:
+    if device_type == "cuda":
+        return gpu.report()
+    library, text = cpu_build.load()
+    return library is not None, text
+
+
+def _choose(x: torch.Tensor, backend: str) -> str:
+    """The backend that quantizes x. Raises ValueError when the one asked for cannot."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown quantize backend {backend!r}; there are {', '.join(BACKENDS)}")
-    if backend == "cpu" and not cpu.supports(x):
+    able = {"cpu": cpu.supports(x), "triton": gpu.supports(x)}
+    if backend == "auto":
+        return next((name for name in able if able[name]), "reference")
+    if not able.get(backend, True):
+        kind = {"cpu": "cpu", "triton": "cuda"}[backend]
+        fast, text = _availability(kind)
         reason = (
-            cpu_build.load()[1]
-            if not cpu.available()
-            else f"it takes bf16 and fp32 CPU tensors, not {x.dtype} on {x.device}"
+            f"it takes bf16 and fp32 {kind.upper()} tensors, not {x.dtype} on {x.device}" if fast else text
         )
-        raise ValueError(f"the cpu quantize backend cannot run: {reason}")
-    return backend != "reference" and cpu.supports(x)
+        raise ValueError(f"the {backend} quantize backend cannot run: {reason}")
+    return backend
 
 
 def _check(x: torch.Tensor, *, rows_too: bool, hadamard: tuple[int, ...] | None = None) -> None:
@@ -56,7 +71,10 @@ def amax(x: torch.Tensor, hadamard: tuple[int, ...] | None = None, backend: str 
     x: [rows, cols], multiples of 16 (rows only with `hadamard`). No host sync.
     """
     _check(x, rows_too=hadamard is not None, hadamard=hadamard)
-    if _use_cpu(x, backend):
+    chosen = _choose(x, backend)
+    if chosen == "triton":
+        return gpu.amax_pair(x, hadamard)
+    if chosen == "cpu":
         return cpu.amax_pair(x.contiguous(), hadamard)
     raw = reference.tensor_amax(x)
     if hadamard is None:
@@ -116,7 +134,7 @@ def quantize_rows_and_columns(
     """Both orientations in 1x16 blocks from one read of x [rows, cols].
 
     Each request is (amax or None, key or None for nearest, "codes" | "operand" | "operand_fp32"); None leaves that
-    half out. The column result is the matrix [cols, rows] (x^T, transformed when `hadamard` is given) with channels contiguous.
+    half out. The column result is the matrix [cols, rows] (x^T, transformed when `hadamard` is given), channels contiguous.
     """
     _check(x, rows_too=columns is not None, hadamard=hadamard if columns else None)
     if (rows and rows[0] is None) or (columns and columns[0] is None):
@@ -124,15 +142,19 @@ def quantize_rows_and_columns(
         raw, transformed = both[0], both[1] if hadamard is not None else both[0]
         rows = rows and (raw if rows[0] is None else rows[0], *rows[1:])
         columns = columns and (transformed if columns[0] is None else columns[0], *columns[1:])
-    if not _use_cpu(x, backend):
+    chosen = _choose(x, backend)
+    if chosen == "reference":
         return (
             rows and _reference_rows(x, *rows),
             columns and _reference_rows(_transposed(x, hadamard), *columns, lay_out_columns=True),
         )
-    r, c = cpu.quantize(x.contiguous(), _cpu_request(rows), _cpu_request(columns), hadamard)
+    if chosen == "triton":
+        r, c = gpu.quantize(x, rows, columns, hadamard)
+    else:
+        r, c = cpu.quantize(x.contiguous(), _cpu_request(rows), _cpu_request(columns), hadamard)
     return (
-        rows and _wrap(r, rows[0], ROW_BLOCK, transposed=False),
-        columns and _wrap(c, columns[0], ROW_BLOCK, transposed=True),
+        rows and _wrap(r, rows[0], ROW_BLOCK, rows[2], transposed=False),
+        columns and _wrap(c, columns[0], ROW_BLOCK, columns[2], transposed=True),
     )
 
 
@@ -154,11 +176,13 @@ def _cpu_request(request: Request | None):
     return amax_, None if key is None else key.words("cpu"), OPERAND_DTYPES.get(output)
 
 
-def _wrap(out: tuple[torch.Tensor, ...], amax_: torch.Tensor, block, transposed: bool) -> QuantizedTensor:
+def _wrap(
+    out: tuple[torch.Tensor, ...], amax_: torch.Tensor, block, output: str, transposed: bool
+) -> QuantizedTensor:
     if transposed:
         out = tuple(t.t() for t in out)
     if len(out) == 1:
-        return QuantizedTensor(None, None, amax_, block, out[0])
+        return QuantizedTensor(None, None, amax_, block, out[0].to(OPERAND_DTYPES[output]))
     return QuantizedTensor(out[0], out[1].view(torch.float8_e4m3fn), amax_, block)
 
 
@@ -184,9 +208,12 @@ def _quantize_square(
     _check(x, rows_too=True)
     if amax_ is None:
         amax_ = _amax_of(x, None, backend)[0]
-    if _use_cpu(x, backend):
-        out = cpu.quantize_square(x.contiguous(), amax_, torch.bfloat16 if output == "operand" else None)
-        return _wrap(out, amax_, SQUARE_BLOCK, transposed=False)
+    chosen = _choose(x, backend)
+    if chosen == "triton":
+        return _wrap(gpu.quantize_square(x, amax_, output), amax_, SQUARE_BLOCK, output, transposed=False)
+    if chosen == "cpu":
+        out = cpu.quantize_square(x.contiguous(), amax_, OPERAND_DTYPES.get(output))
+        return _wrap(out, amax_, SQUARE_BLOCK, output, transposed=False)
     codes, scales = reference.quantize_matrix(x.float(), amax_, SQUARE_BLOCK, None)
     q = QuantizedTensor(pack(codes), scales, amax_, SQUARE_BLOCK)
     return q if output == "codes" else QuantizedTensor(None, None, amax_, SQUARE_BLOCK, q.operand())
@@ -196,15 +223,22 @@ def expand_operand(
     codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.bfloat16
 ) -> torch.Tensor:
     """e2m1 * scale, exact, as [rows, cols] in `dtype`. codes: uint8 [rows, cols/2], scales: E4M3 [rows, cols/16]."""
-    memory_codes, memory_scales = codes.t(), scales.view(torch.uint8).t()
+    bytes_ = scales.view(torch.uint8)
+    if gpu.supports(codes.new_empty(0, dtype=dtype)):
+        if codes.is_contiguous() and bytes_.is_contiguous():
+            return gpu.expand_rows(codes, bytes_).to(dtype)
+        if _lies_in_columns(codes, bytes_):
+            return gpu.expand_columns(codes.t(), bytes_.t()).t().to(dtype)
     if (
-        dtype in cpu.OPERANDS
-        and cpu.supports(torch.empty(0, dtype=dtype, device=codes.device))
-        and codes.shape[0] % BLOCK == 0
-        and memory_codes.is_contiguous()
-        and memory_scales.is_contiguous()
+        cpu.supports(codes.new_empty(0, dtype=dtype))
+        and _lies_in_columns(codes, bytes_)
         and not codes.is_contiguous()
     ):
-        return cpu.expand_columns(memory_codes, memory_scales, dtype).t()
+        return cpu.expand_columns(codes.t(), bytes_.t(), dtype).t()
     values = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=codes.device)[unpack(codes).int()]
     return (values.unflatten(-1, (-1, BLOCK)) * scales.float().unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def _lies_in_columns(codes: torch.Tensor, scales: torch.Tensor) -> bool:
+    """Whether codes and scales are column results as the kernels write them: channels contiguous, whole tiles."""
+    return codes.shape[0] % BLOCK == 0 and codes.t().is_contiguous() and scales.t().is_contiguous()

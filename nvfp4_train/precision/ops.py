@@ -17,9 +17,8 @@ from nvfp4_kernels import (
     amax,
     quantize,
     quantize_rows_and_columns,
-    tensor_scale,
 )
-from nvfp4_kernels.gemm import scaled_matmul
+from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
 from nvfp4_train.precision.recipe import LinearPlan
 
@@ -144,12 +143,7 @@ def _(dy, x, codes, scales, x_amax, dgrad_weight, weight_amax, rng, spec):
 
 def _alpha(plan: LinearPlan, amaxes: dict[str, torch.Tensor | None]) -> torch.Tensor | None:
     """Product of the tensor scales of those operands that are quantized; None when none is."""
-    alpha = None
-    for operand, value in amaxes.items():
-        if operand in plan.quantized and value is not None:
-            g = tensor_scale(value)
-            alpha = g if alpha is None else alpha * g
-    return alpha
+    return scale_product([v for operand, v in amaxes.items() if operand in plan.quantized and v is not None])
 
 
 def _setup_context(ctx, inputs, output):

@@ -1,0 +1,141 @@
+"""Quantize kernels and the quantized linear on one CUDA GPU, beside the ceilings measured in the same run.
+
+    python kernels/benchmarks/quantize_gpu.py [kernels | gemm | linear] ...
+
+Bandwidth counts only the bytes that must move; the copy rate counts bytes read and written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+from nvfp4_kernels import ROLE_COLUMNS, SIGNS, CounterKey, amax, backend_report, gemm, quantize
+from nvfp4_kernels import quantize_rows_and_columns as both_of
+from triton.testing import do_bench
+
+SIZE = 8192
+
+
+def median_ms(call: Callable[[], object]) -> float:
+    """Median time of a call on the device, caches flushed between calls."""
+    return do_bench(call, warmup=20, rep=100, return_mode="median")
+
+
+def copy_rate() -> float:
+    """Bytes read and written in a second by a large device-to-device copy."""
+    a = torch.randint(0, 256, (1 << 31,), dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / median_ms(lambda: b.copy_(a)) * 1e3
+
+
+def kernels() -> None:
+    """Each quantize kernel on a bf16 matrix: time, bandwidth, share of the copy rate."""
+    x = torch.randn(SIZE, SIZE, device="cuda").bfloat16()
+    raw, turned = amax(x, SIGNS)
+    fields = torch.tensor([1, 2, 3, 4], device="cuda")
+    row_key, column_key = CounterKey(*fields), CounterKey(*fields, role=ROLE_COLUMNS)
+    codes = quantize(x, transpose=True, hadamard=SIGNS, amax=turned)
+    row_codes = quantize(x, amax=raw)
+    cases = {
+        "amax": (2, lambda: amax(x)),
+        "amax, raw and after Hadamard": (2, lambda: amax(x, SIGNS)),
+        "rows nearest -> operand": (4, lambda: both_of(x, (raw, None, "operand"), None)),
+        "rows nearest -> codes": (2.5625, lambda: both_of(x, (raw, None, "codes"), None)),
+        "rows stochastic -> operand": (4, lambda: both_of(x, (raw, row_key, "operand"), None)),
+        "16x16 weights -> operand": (4, lambda: quantize(x, (16, 16), amax=raw, output="operand")),
+        "columns nearest -> operand": (4, lambda: both_of(x, None, (turned, None, "operand"), SIGNS)),
+        "columns nearest -> codes": (2.5625, lambda: both_of(x, None, (turned, None, "codes"), SIGNS)),
+        "rows + columns nearest -> operands": (
+            6,
+            lambda: both_of(x, (raw, None, "operand"), (turned, None, "operand"), SIGNS),
+        ),
+        "rows -> operand, columns -> codes": (
+            4.5625,
+            lambda: both_of(x, (raw, None, "operand"), (turned, None, "codes"), SIGNS),
+        ),
+        "rows + columns nearest -> codes": (
+            3.125,
+            lambda: both_of(x, (raw, None, "codes"), (turned, None, "codes"), SIGNS),
+        ),
+        "rows + columns stochastic -> operands": (
+            6,
+            lambda: both_of(x, (raw, row_key, "operand"), (turned, column_key, "operand"), SIGNS),
+        ),
+        "column codes -> operand": (2.5625, codes.operand),
+        "row codes -> operand": (2.5625, row_codes.operand),
+    }
+    ceiling = copy_rate()
+    print(f"{SIZE} x {SIZE} bf16, Hadamard on columns; copy rate {ceiling / 1e12:.2f} TB/s")
+    print(f"{'kernel':<40}{'B/element':>10}{'ms':>9}{'GB/s':>8}{'of copy':>9}")
+    for name, (size, call) in cases.items():
+        ms = median_ms(call)
+        rate = size * x.numel() / ms * 1e3
+        print(f"{name:<40}{size:>10.4g}{ms:>9.4f}{rate / 1e9:>8.0f}{rate / ceiling:>9.0%}", flush=True)
+
+
+def products() -> None:
+    """The emulated GEMM against PyTorch's bf16 product of the same operands."""
+    print(f"{'GEMM M x N x K':<28}{'output':>8}{'bf16 ms':>10}{'nvfp4 ms':>10}{'TFLOP/s':>9}{'ratio':>7}")
+    for m, n, k in ((8192, 8192, 8192), (16384, 8192, 2048), (16384, 20480, 5120), (2048, 8192, 16384)):
+        a, b = (quantize(torch.randn(s, k, device="cuda").bfloat16(), output="operand") for s in (m, n))
+        left, right = a.operand(), b.operand().t()
+        for dtype in (torch.bfloat16, torch.float32):
+            plain = median_ms(lambda l=left, r=right, d=dtype: torch.mm(l, r, out_dtype=d))
+            ours = median_ms(lambda l=a, r=b, d=dtype: gemm(l, r, d))
+            print(
+                f"{f'{m} x {n} x {k}':<28}{str(dtype)[6:]:>8}{plain:>10.3f}{ours:>10.3f}"
+                f"{2e-9 * m * n * k / ours:>9.0f}{ours / plain:>7.2f}",
+                flush=True,
+            )
+
+
+def linears() -> None:
+    """Forward and backward of one linear, weights already prepared, every amax computed inside."""
+    from nvfp4_train.precision.linear import Linear
+    from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+
+    print(f"{'linear, 16384 tokens':<28}{'bf16 ms':>10}{'nvfp4 ms':>10}{'ratio':>7}{'saved MiB':>11}")
+    for n_in, n_out in ((2048, 8192), (5120, 20480)):
+        x = torch.randn(16384, n_in, device="cuda").bfloat16().requires_grad_()
+        dy = torch.randn(16384, n_out, device="cuda").bfloat16()
+        weight = (torch.randn(n_out, n_in, device="cuda") / n_in**0.5).bfloat16().requires_grad_()
+        linear = Linear(n_in, n_out, device="cuda")
+        torch.nn.init.normal_(linear.weight, std=n_in**-0.5)
+        linear.set_plan(LinearPlan(frozenset(OPERANDS)), torch.tensor([1, 2, 3, 4], device="cuda"))
+        linear.prepare_weight()
+
+        def run(forward: Callable, x=x, dy=dy) -> None:
+            torch.autograd.backward(forward(x), dy)
+
+        times = []
+        for parameter, forward in (
+            (weight, lambda x, w=weight: torch.nn.functional.linear(x, w)),
+            (linear.weight, linear),
+        ):
+
+            def step(forward=forward, parameter=parameter, x=x) -> None:
+                x.grad = parameter.grad = None
+                run(forward)
+
+            times.append(median_ms(step))
+        before = torch.cuda.memory_allocated()
+        y = linear(x)
+        saved = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+        print(
+            f"{f'{n_in} -> {n_out}':<28}{times[0]:>10.3f}{times[1]:>10.3f}{times[1] / times[0]:>7.2f}{saved / 2**20:>11.1f}",
+            flush=True,
+        )
+        del y
+
+
+if __name__ == "__main__":
+    properties = torch.cuda.get_device_properties(0)
+    print(
+        f"{properties.name}, torch {torch.__version__}, Triton {triton.__version__}, quantize {backend_report('cuda')}"
+    )
+    parts = {"kernels": kernels, "gemm": products, "linear": linears}
+    for name in sys.argv[1:] or parts:
+        parts[name]()

@@ -1,0 +1,280 @@
+"""Device functions: the arithmetic of `reference.py`, a value a lane.
+
+Bits are a contract. Kernels that call these compile with `enable_fp_fusion=False`; every `tl.fma` here has an
+exact product. The tricks, all exact:
+
+- 1.5 x 2^22 x P added to a value of binade P (P = 1, 2, 4) leaves a unit of P/2, the E2M1 step: the addition rounds.
+- 2^-126 x q has the E2M1 code of q below its exponent's top, bits 8..6 in bf16, since the subnormals of E2M1 and of
+  bf16 then coincide; 2^-120 x s likewise has an E4M3 code in bits 26..20 in fp32.
+- y + 0.0 clears the sign of -0.0, whose code is 0, and keeps that of a small negative, whose code is 8.
+
+Triton's interpreter has no inline assembly: there the same results come from plain operations.
+"""
+
+# ruff: noqa: RUF005  (Triton has no starred expressions)
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+ASM = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") != "1")
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+ONE_SIXTH = tl.constexpr(1.0 / 6.0)
+SIGN = tl.constexpr(-0x80000000)
+EXPONENT = tl.constexpr(0x7F800000)
+MAGIC = tl.constexpr(6291456.0)  # 1.5 x 2^22
+
+
+@triton.jit
+def as_int(v):
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(v):
+    return v.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def tensor_scales(amax):
+    """(S_enc / 6, S_dec) of a tensor."""
+    s = tl.minimum(tl.div_rn(2688.0, amax), FLT_MAX)
+    s = tl.where((amax == 0.0) | (s == 0.0), 1.0, s)
+    return s * ONE_SIXTH, tl.div_rn(1.0, s)
+
+
+@triton.jit
+def block_scale(block_amax, factor, decode):
+    """(scale on the E4M3 grid, factor that the block's elements are multiplied with) of blocks."""
+    s = tl.minimum(block_amax * factor, 448.0)
+    # E4M3 keeps 3 bits below the leading one, and its step is 2^-9 at and below 2^-6 (exponent 121).
+    magic = as_float((tl.maximum(as_int(s), 121 << 23) & EXPONENT) + ((20 << 23) + 0x400000))
+    s = (s + magic) - magic
+    return s, tl.minimum(tl.div_rn(1.0, s * decode), FLT_MAX)
+
+
+@triton.jit
+def scale_byte(s):
+    """E4M3 code, int32, of a scale on the grid."""
+    return as_int(s * (2.0**-120)) >> 20
+
+
+@triton.jit
+def binade(a):
+    """max(1, largest power of two not above a): twice the E2M1 step at 0 <= a < 8."""
+    return as_float(as_int(tl.maximum(a, 1.0)) & EXPONENT)
+
+
+@triton.jit
+def random_fraction(word, BYTE: tl.constexpr):
+    """Byte BYTE of a 32-bit word, divided by 512, as fp32."""
+    if ASM:
+        if BYTE == 0:
+            v = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x4B000000, 0x7440;", "=r,r", [word], tl.int32, True, 1
+            )
+        elif BYTE == 1:
+            v = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x4B000000, 0x7441;", "=r,r", [word], tl.int32, True, 1
+            )
+        elif BYTE == 2:
+            v = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x4B000000, 0x7442;", "=r,r", [word], tl.int32, True, 1
+            )
+        else:
+            v = tl.inline_asm_elementwise(
+                "prmt.b32 $0, $1, 0x4B000000, 0x7443;", "=r,r", [word], tl.int32, True, 1
+            )
+    else:
+        v = ((word >> (8 * BYTE)) & 255) | 0x4B000000
+    return tl.fma(as_float(v), 1.0 / 512, -16384.0)  # v is 2^23 + byte
+
+
+@triton.jit
+def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """y = x * encode, rounded: (magnitude, a fp32 whose sign bit is that of the code).
+
+    Nearest: the magnitude is on the E2M1 grid. Stochastic: it still has to be rounded down, which `codes_of` does.
+    """
+    y = x * encode
+    a = tl.minimum(tl.abs(y), 6.0)
+    p = binade(a)
+    if STOCHASTIC:
+        q = tl.fma(random_fraction(word, BYTE), p, a)
+    else:
+        q = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
+    return q, y + 0.0
+
+
+@triton.jit
+def codes_of(a, b, STOCHASTIC: tl.constexpr):
+    """The 3-bit codes of two magnitudes from `round_element`, in bits 8..6 and 24..22 of an int32: 2^-126 q in bf16."""
+    w = pack2(a, b)
+    if STOCHASTIC:
+        # Two bits below the leading one tell on which side of each grid point t lies; below 1 the product keeps
+        # 2^-7, so that it cannot round across 0.5.
+        z = multiply_bf16x2(w & -0x1F0020, 0x00800080) & 0x01C001C0
+    else:
+        z = multiply_bf16x2(w, 0x00800080)
+    return z
+
+
+@triton.jit
+def operands_of(a, b, sign_a, sign_b, scales, STOCHASTIC: tl.constexpr):
+    """Two bf16 operands e2m1 * scale in an int32. scales: the two blocks' scales, bf16 in an int32."""
+    if STOCHASTIC:
+        q = multiply_bf16x2(codes_of(a, b, STOCHASTIC), 0x7E807E80)  # x 2^126
+    else:
+        q = pack2(a, b)
+    return multiply_bf16x2(q, scales) | (pack2(sign_a, sign_b) & -0x7FFF8000)
+
+
+@triton.jit
+def nibbles_of(a, b, sign_a, sign_b, AT: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Two 4-bit codes in bits AT.. and AT+16.. of an int32 (AT = 0, 4, 8, 12)."""
+    signs = (pack2(sign_a, sign_b) >> 6) & 0x02000200
+    pair = codes_of(a, b, STOCHASTIC) | signs
+    if AT < 6:
+        pair = pair >> (6 - AT)
+    else:
+        pair = pair << (AT - 6)
+    return pair
+
+
+@triton.jit
+def multiply_bf16x2(a, b):
+    """Products of two pairs of bf16, each in an int32."""
+    if ASM:
+        r = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -0x7FFF8000], tl.int32, True, 1
+        )
+    else:
+        b = a * 0 + b
+        low = _round_to_bf16(as_float(a << 16) * as_float(b << 16))
+        high = _round_to_bf16(as_float(a & -0x10000) * as_float(b & -0x10000))
+        r = pack2(low, high)
+    return r
+
+
+@triton.jit
+def nibble_value(word, AT: tl.constexpr, scale):
+    """e2m1 * scale of the code in bits AT..AT+3 of an int32. scale: 2^118 times an E4M3 number."""
+    code = (word >> AT) & 7
+    magnitude = as_float(code << 22) * scale * 256.0
+    return as_float(as_int(magnitude) | ((word << (28 - AT)) & SIGN))
+
+
+@triton.jit
+def scale_value(byte):
+    """2^118 times the E4M3 number with this code (int32)."""
+    return as_float((byte & 127) << 20) * (2.0**120) * (2.0**118)
+
+
+@triton.jit
+def round_to_bf16(a, b):
+    """Two fp32 tensors -> nearest bf16 numbers (ties to even), as fp32."""
+    if ASM:
+        w = tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+        r = as_float(w << 16), as_float(w & -0x10000)
+    else:
+        r = _round_to_bf16(a), _round_to_bf16(b)
+    return r
+
+
+@triton.jit
+def _round_to_bf16(v):
+    b = as_int(v)
+    return tl.where(v == v, as_float((b + 0x7FFF + ((b >> 16) & 1)) & -0x10000), v)
+
+
+@triton.jit
+def unpack4(word):
+    """Four bf16 numbers of an int64, as fp32."""
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    return as_float(low << 16), as_float(low & -0x10000), as_float(high << 16), as_float(high & -0x10000)
+
+
+@triton.jit
+def unpack_word(word, BF16: tl.constexpr):
+    """The numbers of an int64 word, as fp32: four bf16 or two fp32."""
+    if BF16:
+        v = unpack4(word)
+    else:
+        v = (as_float(word.to(tl.int32)), as_float((word >> 32).to(tl.int32)))
+    return v
+
+
+@triton.jit
+def pack2(a, b):
+    """Two fp32 numbers that are exact in bf16 -> int32."""
+    return ((as_int(a) >> 16) & 0xFFFF) | (as_int(b) & -0x10000)
+
+
+@triton.jit
+def join_words(low, high):
+    """Two int32 -> int64."""
+    return (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10: four uint32 counter words, two key words -> four int32 words."""
+    for _ in tl.static_range(10):
+        p0 = c0.to(tl.uint64) * 0xD2511F53
+        p1 = c2.to(tl.uint64) * 0xCD9E8D57
+        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
+        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1 = p1.to(tl.uint32)
+        c3 = p0.to(tl.uint32)
+        k0 = k0 + 0x9E3779B9
+        k1 = k1 + 0xBB67AE85
+    return (as_int(c0), as_int(c1), as_int(c2), as_int(c3))
+
+
+@triton.jit
+def key_word(field):
+    """An int, or an integer in device memory, as uint32."""
+    if field.dtype.is_ptr():
+        field = tl.load(field)
+    return field.to(tl.uint32)
+
+
+@triton.jit
+def block_words(key, row, block):
+    """The 16 random bytes of block `block` of row `row` as four words; see random_bits.py.
+
+    key: (seed, step, micro-batch, tensor, role, first row, first block).
+    """
+    seed, step, microbatch, tensor, role, first_row, first_block = key
+    return philox(
+        (block + first_block).to(tl.uint32),
+        (row + first_row).to(tl.uint32),
+        key_word(step),
+        key_word(microbatch),
+        key_word(seed),
+        key_word(tensor) * 4 + role.to(tl.uint32),
+    )
+
+
+@triton.jit
+def butterfly(v, SIGNS: tl.constexpr, STAGES: tl.constexpr):
+    """The first STAGES of the four additions of the 16-point Hadamard transform of 16 values, signs first.
+
+    SIGNS: bit i is set where value i is negated.
+    """
+    s = ()
+    for i in tl.static_range(16):
+        s = s + ((-v[i] if (SIGNS >> i) & 1 else v[i]),)
+    for stage in tl.static_range(STAGES):
+        out = ()
+        for i in tl.static_range(16):
+            if (i >> stage) & 1:
+                out = out + (s[i - (1 << stage)] - s[i],)
+            else:
+                out = out + (s[i] + s[i + (1 << stage)],)
+        s = out
+    return s

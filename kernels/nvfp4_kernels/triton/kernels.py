@@ -1,0 +1,340 @@
+"""The kernels. A program handles tiles of 16 tokens x 4 LANES channels; a lane works alone, in registers.
+
+Column-wise a lane owns 4 channels x 16 tokens: four whole blocks, whose transform, maximum, random bits and codes
+need no other lane, and whose results lie with channels contiguous. Row-wise a lane owns one block of 16 channels:
+that half reads the tile again, from the L1 cache. Memory is addressed in int64 words: four bf16 or two fp32.
+"""
+
+# ruff: noqa: RUF005  (Triton has no starred expressions)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from nvfp4_kernels.triton.arithmetic import (
+    as_int,
+    block_scale,
+    block_words,
+    butterfly,
+    join_words,
+    nibble_value,
+    nibbles_of,
+    operands_of,
+    pack2,
+    round_element,
+    round_to_bf16,
+    scale_byte,
+    scale_value,
+    tensor_scales,
+    unpack4,
+    unpack_word,
+)
+
+OPERAND, CODES = tl.constexpr("operand"), tl.constexpr("codes")
+ALL = tl.PropagateNan.ALL
+KEYS = ["row_key", "column_key"]
+
+
+@triton.jit
+def load_columns(x, cols, group, mask, BF16: tl.constexpr):
+    """Words of 16 tokens x 4 channels, token by token. x: the tile's first row; group: channel / 4."""
+    words = ()
+    for t in tl.static_range(16):
+        if BF16:
+            words = words + (tl.load(x + t * (cols // 4) + group, mask, 0),)
+        else:
+            at = x + t * (cols // 2) + 2 * group
+            words = words + (tl.load(at, mask, 0), tl.load(at + 1, mask, 0))
+    return words
+
+
+@triton.jit
+def channel_of(words, t: tl.constexpr, C: tl.constexpr, BF16: tl.constexpr):
+    """Token t of channel C of the four, as fp32."""
+    if BF16:
+        v = unpack4(words[t])[C]
+    else:
+        v = unpack_word(words[2 * t + C // 2], False)[C % 2]
+    return v
+
+
+@triton.jit
+def channel(words, C: tl.constexpr, BF16: tl.constexpr):
+    """16 tokens of channel C of the four."""
+    v = ()
+    for t in tl.static_range(16):
+        v = v + (channel_of(words, t, C, BF16),)
+    return v
+
+
+@triton.jit
+def load_block(x, block, mask, BF16: tl.constexpr):
+    """The 16 channels of a block, as fp32, from 16-byte reads."""
+    v = ()
+    for i in tl.static_range(2 if BF16 else 4):
+        pair = (block * (4 if BF16 else 8) + 2 * i)[:, None] + tl.arange(0, 2)[None, :]
+        a, b = tl.split(tl.load(x + pair, mask[:, None], 0))
+        v = v + unpack_word(a, BF16) + unpack_word(b, BF16)
+    return v
+
+
+@triton.jit
+def store_block(out, block, mask, w, N: tl.constexpr):
+    """Store N blocks of 16 bf16 numbers, each block as 8 int32 pairs."""
+    a, b, c, d = (
+        join_words(w[0], w[1]),
+        join_words(w[2], w[3]),
+        join_words(w[4], w[5]),
+        join_words(w[6], w[7]),
+    )
+    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, 4))
+    tl.store(out + (block * 4)[:, None] + tl.arange(0, 4)[None, :], tile, mask[:, None])
+
+
+@triton.jit
+def largest(v):
+    """max |v| of 16 tensors."""
+    m = tl.abs(v[0])
+    for i in tl.static_range(1, 16):
+        m = tl.maximum(m, tl.abs(v[i]))
+    return m
+
+
+@triton.jit
+def quantize_columns(
+    x, cols, token_block, group, mask, amax, key, out, scales,
+    BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """The column-wise half of a tile. x: the tile's first row; out, scales: whole arrays."""
+    factor, decode = tensor_scales(tl.load(amax))
+    words = load_columns(x, cols, group, mask, BF16)
+    magnitudes, signs, block_scales = (), (), ()
+    for c in tl.static_range(4):
+        v = channel(words, c, BF16)
+        if SIGNS is not None:
+            turned = butterfly(v, SIGNS, 4)
+            v = ()
+            for t in tl.static_range(8):
+                v = v + round_to_bf16(turned[2 * t] * 0.25, turned[2 * t + 1] * 0.25)
+        scale, encode = block_scale(largest(v), factor, decode)
+        if STOCHASTIC:
+            random = block_words(key, 4 * group + c, token_block)
+        else:
+            random = (group,) * 4
+        q, s = (), ()
+        for t in tl.static_range(16):
+            a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
+            q, s = q + (a,), s + (b,)
+        magnitudes, signs, block_scales = magnitudes + (q,), signs + (s,), block_scales + (scale,)
+    if OUTPUT == OPERAND:
+        at = out + (token_block * 16).to(tl.int64) * (cols // 4) + group
+        for t in tl.static_range(16):
+            pairs = ()
+            for c in tl.static_range(0, 4, 2):
+                pair_scales = pack2(block_scales[c], block_scales[c + 1])
+                q, s, other_q, other_s = magnitudes[c], signs[c], magnitudes[c + 1], signs[c + 1]
+                pairs = pairs + (operands_of(q[t], other_q[t], s[t], other_s[t], pair_scales, STOCHASTIC),)
+            tl.store(at + t * (cols // 4), join_words(pairs[0], pairs[1]), mask)
+    else:
+        at = out + (token_block * 8).to(tl.int64) * (cols // 4) + group
+        for j in tl.static_range(8):
+            word = tl.zeros_like(group)
+            for c in tl.static_range(2):  # channels c and c + 2 of a token lie 16 bits apart
+                q, s, other_q, other_s = magnitudes[c], signs[c], magnitudes[c + 2], signs[c + 2]
+                for t in tl.static_range(2 * j, 2 * j + 2):
+                    at_bit = 8 * c + 4 * (t % 2)
+                    word |= nibbles_of(q[t], other_q[t], s[t], other_s[t], at_bit, STOCHASTIC)
+            tl.store(at + j * (cols // 4), word, mask)
+        word = tl.zeros_like(group)
+        for c in tl.static_range(4):
+            word |= scale_byte(block_scales[c]) << (8 * c)
+        tl.store(scales + token_block.to(tl.int64) * (cols // 4) + group, word, mask)
+
+
+@triton.jit
+def quantize_rows(
+    x, row, column_block, blocks, mask, factor, decode, key, out, scales,
+    BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """N blocks row-wise. row, column_block: each lane's; blocks: blocks a row."""
+    block = row.to(tl.int64) * blocks + column_block
+    v = load_block(x, block, mask, BF16)
+    scale, encode = block_scale(largest(v), factor, decode)
+    if STOCHASTIC:
+        random = block_words(key, row, column_block)
+    else:
+        random = (row,) * 4
+    q, s = (), ()
+    for i in tl.static_range(16):
+        a, b = round_element(v[i], encode, random[i // 4], i % 4, STOCHASTIC)
+        q, s = q + (a,), s + (b,)
+    if OUTPUT == OPERAND:
+        both = pack2(scale, scale)
+        words = ()
+        for i in tl.static_range(8):
+            words = words + (operands_of(q[2 * i], q[2 * i + 1], s[2 * i], s[2 * i + 1], both, STOCHASTIC),)
+        store_block(out, block, mask, words, N)
+    else:
+        low, high = tl.zeros_like(row), tl.zeros_like(row)
+        for i in tl.static_range(4):
+            low |= nibbles_of(q[i], q[i + 4], s[i], s[i + 4], 4 * i, STOCHASTIC)
+            high |= nibbles_of(q[i + 8], q[i + 12], s[i + 8], s[i + 12], 4 * i, STOCHASTIC)
+        tl.store(out + block, join_words(low, high), mask)
+        tl.store(scales + block, scale_byte(scale).to(tl.uint8), mask)
+
+
+@triton.jit(
+    do_not_specialize=["rows", *KEYS], do_not_specialize_on_alignment=["row_amax", "column_amax", *KEYS]
+)
+def quantize_kernel(
+    x, rows, cols,
+    row_amax, row_key, row_out, row_scales,
+    column_amax, column_key, column_out, column_scales,
+    BF16: tl.constexpr,
+    ROW: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
+    COLUMN: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """1x16 blocks of x [rows, cols], row-wise (ROW: None, "operand" or "codes") and column-wise (COLUMN).
+
+    Codes are int64 [rows, cols/16] row-wise and int32 [rows/2, cols/4] column-wise; scales uint8 and int32 likewise.
+    """
+    across = tl.cdiv(cols, 4 * LANES)
+    token_block, tile = tl.program_id(0) // across, tl.program_id(0) % across
+    lane = tl.arange(0, LANES)
+    if COLUMN is not None:
+        group = tile * LANES + lane
+        first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
+        quantize_columns(
+            first_row, cols, token_block, group, group < cols // 4,
+            column_amax, column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
+        )  # fmt: skip
+    if ROW is not None:
+        factor, decode = tensor_scales(tl.load(row_amax))
+        for i in range(4):
+            local = i * LANES + lane
+            row = token_block * 16 + local // (LANES // 4)
+            block = tile * (LANES // 4) + local % (LANES // 4)
+            quantize_rows(
+                x, row, block, cols // 16, (row < rows) & (block < cols // 16),
+                factor, decode, row_key, row_out, row_scales, BF16, ROW, ROW_STOCHASTIC, LANES,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows"])
+def amax_kernel(x, out, rows, cols, BF16: tl.constexpr, SIGNS: tl.constexpr, LANES: tl.constexpr):
+    """out: int32 [2], zeros: the bits of max |x| and of max |RHT(x^T)| (SIGNS None: stays zero).
+
+    The transform's rounding is monotonic, so it is applied to the maximum alone; and its last stage is
+    max(|a + b|, |a - b|) = |a| + |b|.
+    """
+    across = tl.cdiv(cols, 4 * LANES)
+    raw = tl.zeros((LANES,), tl.float32)
+    turned = tl.zeros((LANES,), tl.float32)
+    for i in range(tl.program_id(0), across * tl.cdiv(rows, 16), tl.num_programs(0)):
+        group = (i % across) * LANES + tl.arange(0, LANES)
+        row = (i // across) * 16
+        words = ()
+        for t in tl.static_range(16):
+            mask = (group < cols // 4) & (row + t < rows)
+            at = x + (row + t).to(tl.int64) * (cols // (4 if BF16 else 2))
+            if BF16:
+                words = words + (tl.load(at + group, mask, 0),)
+            else:
+                words = words + (tl.load(at + 2 * group, mask, 0), tl.load(at + 2 * group + 1, mask, 0))
+        for c in tl.static_range(4):
+            v = channel(words, c, BF16)
+            for t in tl.static_range(16):
+                raw = tl.maximum(raw, tl.abs(v[t]), propagate_nan=ALL)
+            if SIGNS is not None:
+                s = butterfly(v, SIGNS, 3)
+                for t in tl.static_range(8):
+                    turned = tl.maximum(turned, tl.abs(s[t]) + tl.abs(s[t + 8]), propagate_nan=ALL)
+    tl.atomic_max(out, tl.max(as_int(raw) & 0x7FFFFFFF))
+    if SIGNS is not None:
+        bits = as_int(round_to_bf16(turned * 0.25, turned)[0]) & 0x7FFFFFFF
+        tl.atomic_max(out + 1, tl.max(bits))
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax"])
+def quantize_square_kernel(
+    x, rows, cols, amax, out, scales, BF16: tl.constexpr, OUTPUT: tl.constexpr, LANES: tl.constexpr
+):
+    """16x16 blocks, nearest. Codes are int16 [rows, cols/4], scales uint8 [rows, cols/16]; four lanes share a block."""
+    across = tl.cdiv(cols, 4 * LANES)
+    row = (tl.program_id(0) // across) * 16
+    group = (tl.program_id(0) % across) * LANES + tl.arange(0, LANES)
+    mask = group < cols // 4
+    factor, decode = tensor_scales(tl.load(amax))
+    words = load_columns(x + row.to(tl.int64) * (cols // (4 if BF16 else 2)), cols, group, mask, BF16)
+    own = largest(channel(words, 0, BF16))
+    for c in tl.static_range(1, 4):
+        own = tl.maximum(own, largest(channel(words, c, BF16)))
+    shared = tl.max(tl.reshape(own, (LANES // 4, 4)), axis=1)
+    block_amax = tl.reshape(tl.broadcast_to(shared[:, None], (LANES // 4, 4)), (LANES,))
+    scale, encode = block_scale(block_amax, factor, decode)
+    pair = pack2(scale, scale)
+    at = row.to(tl.int64) * (cols // 4) + group
+    for t in tl.static_range(16):
+        q, s = (), ()
+        for c in tl.static_range(4):
+            a, b = round_element(channel_of(words, t, c, BF16), encode, group, 0, False)
+            q, s = q + (a,), s + (b,)
+        if OUTPUT == OPERAND:
+            low = operands_of(q[0], q[1], s[0], s[1], pair, False)
+            high = operands_of(q[2], q[3], s[2], s[3], pair, False)
+            word = join_words(low, high)
+        else:
+            spread = nibbles_of(q[0], q[2], s[0], s[2], 0, False) | nibbles_of(
+                q[1], q[3], s[1], s[3], 4, False
+            )
+            word = ((spread & 0xFF) | (spread >> 8)).to(tl.int16)
+            at_scale = scales + (row + t).to(tl.int64) * (cols // 16) + group // 4
+            tl.store(at_scale, scale_byte(scale).to(tl.uint8), mask & (group % 4 == 0))
+        tl.store(out + at + t * (cols // 4), word, mask)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def expand_columns_kernel(codes, scales, out, rows, cols, LANES: tl.constexpr):
+    """Column codes int32 [rows/2, cols/4] and scales int32 [rows/16, cols/4] -> operand, int64 words [rows, cols/4]."""
+    across = tl.cdiv(cols, 4 * LANES)
+    token_block = (tl.program_id(0) // across).to(tl.int64)
+    group = (tl.program_id(0) % across) * LANES + tl.arange(0, LANES)
+    mask = group < cols // 4
+    scale_word = tl.load(scales + token_block * (cols // 4) + group, mask, 0)
+    scale = ()
+    for c in tl.static_range(4):
+        scale = scale + (scale_value(scale_word >> (8 * c)),)
+    for j in tl.static_range(8):
+        word = tl.load(codes + (token_block * 8 + j) * (cols // 4) + group, mask, 0)
+        for half in tl.static_range(2):
+            v = ()
+            for c in tl.static_range(4):
+                v = v + (nibble_value(word, 8 * c + 4 * half, scale[c]),)
+            packed = join_words(pack2(v[0], v[1]), pack2(v[2], v[3]))
+            tl.store(out + (token_block * 16 + 2 * j + half) * (cols // 4) + group, packed, mask)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def expand_rows_kernel(codes, scales, out, blocks, LANES: tl.constexpr):
+    """Row codes int64 [blocks] and scales uint8 [blocks] -> operand, int64 words [blocks, 4]."""
+    block = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    mask = block < blocks
+    word = tl.load(codes + block, mask, 0)
+    scale = scale_value(tl.load(scales + block, mask, 0).to(tl.int32))
+    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
+    words = ()
+    for i in tl.static_range(8):
+        half = low if i < 4 else high
+        a, b = nibble_value(half, 8 * (i % 4), scale), nibble_value(half, 8 * (i % 4) + 4, scale)
+        words = words + (pack2(a, b),)
+    store_block(out, block, mask, words, LANES)
+
+
+@triton.jit(do_not_specialize_on_alignment=["a", "b"])
+def scale_product_kernel(a, b, out):
+    """out = a / 2688, times b / 2688 unless b is None."""
+    g = tl.div_rn(tl.load(a), 2688.0)
+    if b is not None:
+        g *= tl.div_rn(tl.load(b), 2688.0)
+    tl.store(out, g)
