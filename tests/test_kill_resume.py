@@ -13,36 +13,8 @@ import time
 import pytest
 
 from nvfp4_train.training.metrics import read_metrics
+from tests.tiny import CHECKPOINT_EVERY, STEPS, TINY
 
-STEPS = 40
-CHECKPOINT_EVERY = 7
-TINY = [
-    "model=quickstart",
-    "model.pattern=M-*-",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "model.head_dim=16",
-    "model.mamba_num_heads=2",
-    "model.mamba_head_dim=16",
-    "model.ssm_state_size=15",
-    "model.chunk_size=16",
-    "model.vocab_size=384",
-    f"training.max_tokens={STEPS * 8 * 32}",
-    "training.seq_len=32",
-    "training.global_batch_size=8",
-    "training.micro_batch_size=4",
-    "training.log_every=1",
-    "training.validate_every=15",
-    "training.validate_tokens=512",
-    "training.sample_tokens=8",
-    "training.compile=off",
-    "optimizer.lr=2e-3",
-    "schedule.warmup_tokens=1024",
-    "schedule.decay_every=1024",
-    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
-]
 WALL_CLOCK = ("tokens_per_second", "tflops", "memory_gib", "data_wait_fraction")
 
 
@@ -72,7 +44,11 @@ def unbroken(command, tmp_path_factory) -> list[dict]:
 def launch(command: list[str], run: pathlib.Path) -> subprocess.Popen:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [*command, f"run_dir={run}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True
+        [*command, f"run_dir={run}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        text=True,
     )
 
 
@@ -122,6 +98,8 @@ def test_sigterm_saves_exits_75_and_goes_on_bit_for_bit(command, unbroken, tmp_p
     finished = subprocess.run([*command, f"run_dir={run}"], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0
     assert "is finished" in finished.stdout
-    changed = subprocess.run([*command, f"run_dir={run}", "training.seed=7"], capture_output=True, text=True, timeout=60)
+    changed = subprocess.run(
+        [*command, f"run_dir={run}", "training.seed=7"], capture_output=True, text=True, timeout=60
+    )
     assert changed.returncode == 2
     assert "training.seed: was 1234, now 7" in changed.stderr

@@ -58,11 +58,6 @@ def _check_not_there_yet(cfg: Config) -> None:
             f"init_from={cfg.init_from} is not supported yet: leave it at null; an interrupted run goes on by itself "
             "when it is started again with the same run_dir."
         )
-    if cfg.logging.tensorboard:
-        raise ConfigError(
-            "logging.tensorboard=true is not supported yet: set it to false and use logging.wandb=offline, or the "
-            "metrics.jsonl and plots in the run's folder."
-        )
     if cfg.faults:
         raise ConfigError(f"faults={cfg.faults} is not supported yet: leave it at [].")
 

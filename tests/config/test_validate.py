@@ -154,7 +154,6 @@ def test_every_option_is_valid(group):
         ),
         ({"faults": ["crash"]}, r"faults=\['crash'\] is not supported yet"),
         ({"init_from": "runs/other"}, r"init_from=runs/other is not supported yet.*run_dir"),
-        ({"logging.tensorboard": True}, r"logging\.tensorboard=true is not supported yet.*wandb"),
     ],
 )
 def test_an_impossible_value_is_one_sentence_with_what_is_accepted(base, values, told):

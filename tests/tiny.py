@@ -1,0 +1,31 @@
+"""A run of a few seconds on one core, for tests of whole runs."""
+
+STEPS = 40
+CHECKPOINT_EVERY = 7
+TINY = [
+    "model=quickstart",
+    "model.pattern=M-*-",
+    "model.hidden_size=32",
+    "model.intermediate_size=64",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.head_dim=16",
+    "model.mamba_num_heads=2",
+    "model.mamba_head_dim=16",
+    "model.ssm_state_size=15",
+    "model.chunk_size=16",
+    "model.vocab_size=384",
+    f"training.max_tokens={STEPS * 8 * 32}",
+    "training.seq_len=32",
+    "training.global_batch_size=8",
+    "training.micro_batch_size=4",
+    "training.log_every=1",
+    "training.validate_every=15",
+    "training.validate_tokens=512",
+    "training.sample_tokens=8",
+    "training.compile=off",
+    "optimizer.lr=2e-3",
+    "schedule.warmup_tokens=1024",
+    "schedule.decay_every=1024",
+    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+]
