@@ -146,7 +146,7 @@ def _cut_torn_line(path: Path, block: int = 1 << 16) -> None:
     if not path.exists():
         return
     with open(path, "r+b") as f:
-        end = f.seek(0, os.SEEK_END)
+        size = end = f.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - block)
             f.seek(start)
@@ -155,7 +155,8 @@ def _cut_torn_line(path: Path, block: int = 1 << 16) -> None:
                 end = start + newline + 1
                 break
             end = start
-        f.truncate(end)
+        if end < size:
+            f.truncate(end)
 
 
 class DeviceMetrics:
