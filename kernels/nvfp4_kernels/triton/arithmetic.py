@@ -38,6 +38,16 @@ def as_float(v):
 
 
 @triton.jit
+def reciprocal(v):
+    """1 / v, correctly rounded."""
+    if ASM:
+        r = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
+    else:
+        r = tl.div_rn(1.0, v)
+    return r
+
+
+@triton.jit
 def tensor_scales(amax):
     """(S_enc / 6, S_dec) of a tensor."""
     s = tl.minimum(tl.div_rn(2688.0, amax), FLT_MAX)
@@ -52,7 +62,7 @@ def block_scale(block_amax, factor, decode):
     # E4M3 keeps 3 bits below the leading one, and its step is 2^-9 at and below 2^-6 (exponent 121).
     magic = as_float((tl.maximum(as_int(s), 121 << 23) & EXPONENT) + ((20 << 23) + 0x400000))
     s = (s + magic) - magic
-    return s, tl.minimum(tl.div_rn(1.0, s * decode), FLT_MAX)
+    return s, tl.minimum(reciprocal(s * decode), FLT_MAX)
 
 
 @triton.jit
@@ -63,7 +73,7 @@ def scale_byte(s):
 
 @triton.jit
 def binade(a):
-    """max(1, largest power of two not above a): twice the E2M1 step at 0 <= a < 8."""
+    """max(1, largest power of two not above a >= 0): twice the E2M1 step for a < 8."""
     return as_float(as_int(tl.maximum(a, 1.0)) & EXPONENT)
 
 
@@ -96,10 +106,10 @@ def random_fraction(word, BYTE: tl.constexpr):
 def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr):
     """y = x * encode, rounded: (magnitude, a fp32 whose sign bit is that of the code).
 
-    Nearest: the magnitude is on the E2M1 grid. Stochastic: it still has to be rounded down, which `codes_of` does.
+    `magnitudes_of` does the rest: it cuts at 6, and rounds a stochastic magnitude down to the grid.
     """
     y = x * encode
-    a = tl.minimum(tl.abs(y), 6.0)
+    a = tl.abs(y)
     p = binade(a)
     if STOCHASTIC:
         q = tl.fma(random_fraction(word, BYTE), p, a)
@@ -109,9 +119,15 @@ def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr)
 
 
 @triton.jit
+def magnitudes_of(a, b):
+    """Two magnitudes from `round_element` as bf16 in an int32, at most 6. Truncation keeps all that rounding down needs."""
+    return minimum_bf16x2(pack2(a, b), 0x40C040C0)
+
+
+@triton.jit
 def codes_of(a, b, STOCHASTIC: tl.constexpr):
-    """The 3-bit codes of two magnitudes from `round_element`, in bits 8..6 and 24..22 of an int32: 2^-126 q in bf16."""
-    w = pack2(a, b)
+    """The 3-bit codes of two magnitudes, in bits 8..6 and 24..22 of an int32: 2^-126 q in bf16."""
+    w = magnitudes_of(a, b)
     if STOCHASTIC:
         # Two bits below the leading one tell on which side of each grid point t lies; below 1 the product keeps
         # 2^-7, so that it cannot round across 0.5.
@@ -127,7 +143,7 @@ def operands_of(a, b, sign_a, sign_b, scales, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         q = multiply_bf16x2(codes_of(a, b, STOCHASTIC), 0x7E807E80)  # x 2^126
     else:
-        q = pack2(a, b)
+        q = magnitudes_of(a, b)
     return multiply_bf16x2(q, scales) | (pack2(sign_a, sign_b) & -0x7FFF8000)
 
 
@@ -144,6 +160,16 @@ def nibbles_of(a, b, sign_a, sign_b, AT: tl.constexpr, STOCHASTIC: tl.constexpr)
 
 
 @triton.jit
+def minimum_bf16x2(a, b):
+    """Minima of two pairs of bf16 >= 0, each in an int32; of a NaN and a number the number."""
+    if ASM:
+        r = tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    else:
+        r = tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
+    return r
+
+
+@triton.jit
 def multiply_bf16x2(a, b):
     """Products of two pairs of bf16, each in an int32."""
     if ASM:
@@ -151,7 +177,6 @@ def multiply_bf16x2(a, b):
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -0x7FFF8000], tl.int32, True, 1
         )
     else:
-        b = a * 0 + b
         low = _round_to_bf16(as_float(a << 16) * as_float(b << 16))
         high = _round_to_bf16(as_float(a & -0x10000) * as_float(b & -0x10000))
         r = pack2(low, high)
@@ -210,8 +235,12 @@ def unpack_word(word, BF16: tl.constexpr):
 
 @triton.jit
 def pack2(a, b):
-    """Two fp32 numbers that are exact in bf16 -> int32."""
-    return ((as_int(a) >> 16) & 0xFFFF) | (as_int(b) & -0x10000)
+    """The upper halves of two fp32 tensors in an int32: two numbers exact in bf16, or truncated to it."""
+    if ASM:
+        r = tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, 0x7632;", "=r,f,f", [a, b], tl.int32, True, 1)
+    else:
+        r = ((as_int(a) >> 16) & 0xFFFF) | (as_int(b) & -0x10000)
+    return r
 
 
 @triton.jit
@@ -224,12 +253,9 @@ def join_words(low, high):
 def philox(c0, c1, c2, c3, k0, k1):
     """Philox4x32-10: four uint32 counter words, two key words -> four int32 words."""
     for _ in tl.static_range(10):
-        p0 = c0.to(tl.uint64) * 0xD2511F53
-        p1 = c2.to(tl.uint64) * 0xCD9E8D57
-        c0 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0
-        c2 = (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
-        c1 = p1.to(tl.uint32)
-        c3 = p0.to(tl.uint32)
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
     return (as_int(c0), as_int(c1), as_int(c2), as_int(c3))

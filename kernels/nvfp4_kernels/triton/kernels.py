@@ -31,7 +31,6 @@ from nvfp4_kernels.triton.arithmetic import (
 )
 
 OPERAND, CODES = tl.constexpr("operand"), tl.constexpr("codes")
-ALL = tl.PropagateNan.ALL
 KEYS = ["row_key", "column_key"]
 
 
@@ -41,10 +40,10 @@ def load_columns(x, cols, group, mask, BF16: tl.constexpr):
     words = ()
     for t in tl.static_range(16):
         if BF16:
-            words = words + (tl.load(x + t * (cols // 4) + group, mask, 0),)
+            words = words + (tl.load(x + t * (cols // 4) + group, mask),)
         else:
             at = x + t * (cols // 2) + 2 * group
-            words = words + (tl.load(at, mask, 0), tl.load(at + 1, mask, 0))
+            words = words + (tl.load(at, mask), tl.load(at + 1, mask))
     return words
 
 
@@ -73,7 +72,7 @@ def load_block(x, block, mask, BF16: tl.constexpr):
     v = ()
     for i in tl.static_range(2 if BF16 else 4):
         pair = (block * (4 if BF16 else 8) + 2 * i)[:, None] + tl.arange(0, 2)[None, :]
-        a, b = tl.split(tl.load(x + pair, mask[:, None], 0))
+        a, b = tl.split(tl.load(x + pair, mask[:, None]))
         v = v + unpack_word(a, BF16) + unpack_word(b, BF16)
     return v
 
@@ -101,69 +100,87 @@ def largest(v):
 
 
 @triton.jit
+def quantize_channel(
+    words, C: tl.constexpr, group, token_block, factor, decode, key,
+    BF16: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """(magnitudes, signs, scale) of the 16 tokens of channel C of the four."""
+    v = channel(words, C, BF16)
+    if SIGNS is not None:
+        turned = butterfly(v, SIGNS, 4)
+        v = ()
+        for t in tl.static_range(8):
+            v = v + round_to_bf16(turned[2 * t] * 0.25, turned[2 * t + 1] * 0.25)
+    scale, encode = block_scale(largest(v), factor, decode)
+    if STOCHASTIC:
+        random = block_words(key, 4 * group + C, token_block)
+    else:
+        random = (group,) * 4
+    q, s = (), ()
+    for t in tl.static_range(16):
+        a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
+        q, s = q + (a,), s + (b,)
+    return q, s, scale
+
+
+@triton.jit
 def quantize_columns(
-    x, cols, token_block, group, mask, amax, key, out, scales,
+    x, cols, token_block, group, mask, factor, decode, key, out, scales,
     BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
-    """The column-wise half of a tile. x: the tile's first row; out, scales: whole arrays."""
-    factor, decode = tensor_scales(tl.load(amax))
+    """The column-wise half of a tile, two channels at a time. x: the tile's first row; out, scales: whole arrays."""
     words = load_columns(x, cols, group, mask, BF16)
-    magnitudes, signs, block_scales = (), (), ()
-    for c in tl.static_range(4):
-        v = channel(words, c, BF16)
-        if SIGNS is not None:
-            turned = butterfly(v, SIGNS, 4)
-            v = ()
-            for t in tl.static_range(8):
-                v = v + round_to_bf16(turned[2 * t] * 0.25, turned[2 * t + 1] * 0.25)
-        scale, encode = block_scale(largest(v), factor, decode)
-        if STOCHASTIC:
-            random = block_words(key, 4 * group + c, token_block)
+    packed = ()
+    scale_word = tl.zeros_like(group)
+    # Two channels share an int32: neighbours (operand), or those whose codes lie 16 bits apart.
+    for pair in tl.static_range(2):
+        if OUTPUT == OPERAND:
+            q0, s0, scale0 = quantize_channel(
+                words, 2 * pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
+            q1, s1, scale1 = quantize_channel(
+                words, 2 * pair + 1, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
         else:
-            random = (group,) * 4
-        q, s = (), ()
+            q0, s0, scale0 = quantize_channel(
+                words, pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
+            q1, s1, scale1 = quantize_channel(
+                words, pair + 2, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
+        both = pack2(scale0, scale1)
+        if OUTPUT == CODES:
+            scale_word |= (scale_byte(scale0) | (scale_byte(scale1) << 16)) << (8 * pair)
         for t in tl.static_range(16):
-            a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
-            q, s = q + (a,), s + (b,)
-        magnitudes, signs, block_scales = magnitudes + (q,), signs + (s,), block_scales + (scale,)
+            if OUTPUT == OPERAND:
+                packed = packed + (operands_of(q0[t], q1[t], s0[t], s1[t], both, STOCHASTIC),)
+            else:
+                at_bit = 8 * pair + 4 * (t % 2)
+                packed = packed + (nibbles_of(q0[t], q1[t], s0[t], s1[t], at_bit, STOCHASTIC),)
     if OUTPUT == OPERAND:
         at = out + (token_block * 16).to(tl.int64) * (cols // 4) + group
         for t in tl.static_range(16):
-            pairs = ()
-            for c in tl.static_range(0, 4, 2):
-                pair_scales = pack2(block_scales[c], block_scales[c + 1])
-                q, s, other_q, other_s = magnitudes[c], signs[c], magnitudes[c + 1], signs[c + 1]
-                pairs = pairs + (operands_of(q[t], other_q[t], s[t], other_s[t], pair_scales, STOCHASTIC),)
-            tl.store(at + t * (cols // 4), join_words(pairs[0], pairs[1]), mask)
+            tl.store(at + t * (cols // 4), join_words(packed[t], packed[16 + t]), mask)
     else:
         at = out + (token_block * 8).to(tl.int64) * (cols // 4) + group
-        for j in tl.static_range(8):
-            word = tl.zeros_like(group)
-            for c in tl.static_range(2):  # channels c and c + 2 of a token lie 16 bits apart
-                q, s, other_q, other_s = magnitudes[c], signs[c], magnitudes[c + 2], signs[c + 2]
-                for t in tl.static_range(2 * j, 2 * j + 2):
-                    at_bit = 8 * c + 4 * (t % 2)
-                    word |= nibbles_of(q[t], other_q[t], s[t], other_s[t], at_bit, STOCHASTIC)
-            tl.store(at + j * (cols // 4), word, mask)
-        word = tl.zeros_like(group)
-        for c in tl.static_range(4):
-            word |= scale_byte(block_scales[c]) << (8 * c)
-        tl.store(scales + token_block.to(tl.int64) * (cols // 4) + group, word, mask)
+        for t in tl.static_range(0, 16, 2):
+            word = packed[t] | packed[t + 1] | packed[16 + t] | packed[17 + t]
+            tl.store(at + (t // 2) * (cols // 4), word, mask)
+        tl.store(scales + token_block.to(tl.int64) * (cols // 4) + group, scale_word, mask)
 
 
 @triton.jit
 def quantize_rows(
-    x, row, column_block, blocks, mask, factor, decode, key, out, scales,
+    x, block, mask, factor, decode, key, row, column_block, out, scales,
     BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """N blocks row-wise. row, column_block: each lane's; blocks: blocks a row."""
-    block = row.to(tl.int64) * blocks + column_block
+    """N blocks row-wise. x, out, scales: the tile's first block; block: each lane's, from there."""
     v = load_block(x, block, mask, BF16)
     scale, encode = block_scale(largest(v), factor, decode)
     if STOCHASTIC:
         random = block_words(key, row, column_block)
     else:
-        random = (row,) * 4
+        random = (block,) * 4
     q, s = (), ()
     for i in tl.static_range(16):
         a, b = round_element(v[i], encode, random[i // 4], i % 4, STOCHASTIC)
@@ -175,7 +192,7 @@ def quantize_rows(
             words = words + (operands_of(q[2 * i], q[2 * i + 1], s[2 * i], s[2 * i + 1], both, STOCHASTIC),)
         store_block(out, block, mask, words, N)
     else:
-        low, high = tl.zeros_like(row), tl.zeros_like(row)
+        low, high = tl.zeros_like(block), tl.zeros_like(block)
         for i in tl.static_range(4):
             low |= nibbles_of(q[i], q[i + 4], s[i], s[i + 4], 4 * i, STOCHASTIC)
             high |= nibbles_of(q[i + 8], q[i + 12], s[i + 8], s[i + 12], 4 * i, STOCHASTIC)
@@ -205,20 +222,35 @@ def quantize_kernel(
     if COLUMN is not None:
         group = tile * LANES + lane
         first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
+        factor, decode = tensor_scales(tl.load(column_amax))
         quantize_columns(
-            first_row, cols, token_block, group, group < cols // 4,
-            column_amax, column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
+            first_row, cols, token_block, group, group < cols // 4, factor, decode,
+            column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
         )  # fmt: skip
     if ROW is not None:
         factor, decode = tensor_scales(tl.load(row_amax))
+        blocks = cols // 16
+        column_block = tile * (LANES // 4) + lane % (LANES // 4)
+        first = (token_block * 16).to(tl.int64) * blocks
+        x += first * (4 if BF16 else 8)
+        row_out += first * (4 if ROW == OPERAND else 1)
+        if ROW == CODES:
+            row_scales += first
         for i in range(4):
-            local = i * LANES + lane
-            row = token_block * 16 + local // (LANES // 4)
-            block = tile * (LANES // 4) + local % (LANES // 4)
+            row = 4 * i + lane // (LANES // 4)
+            mask = (token_block * 16 + row < rows) & (column_block < blocks)
             quantize_rows(
-                x, row, block, cols // 16, (row < rows) & (block < cols // 16),
-                factor, decode, row_key, row_out, row_scales, BF16, ROW, ROW_STOCHASTIC, LANES,
+                x, row * blocks + column_block, mask, factor, decode,
+                row_key, token_block * 16 + row, column_block, row_out, row_scales,
+                BF16, ROW, ROW_STOCHASTIC, LANES,
             )  # fmt: skip
+
+
+@triton.jit
+def magnitude_bits(v):
+    """The bits of |v|, whose integer order is that of the magnitudes, with one NaN on top."""
+    bits = as_int(v) & 0x7FFFFFFF
+    return tl.where(bits > 0x7F800000, 0x7FC00000, bits)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -245,15 +277,16 @@ def amax_kernel(x, out, rows, cols, BF16: tl.constexpr, SIGNS: tl.constexpr, LAN
         for c in tl.static_range(4):
             v = channel(words, c, BF16)
             for t in tl.static_range(16):
-                raw = tl.maximum(raw, tl.abs(v[t]), propagate_nan=ALL)
+                raw = tl.maximum(raw, tl.abs(v[t]), propagate_nan=tl.PropagateNan.ALL)
             if SIGNS is not None:
                 s = butterfly(v, SIGNS, 3)
                 for t in tl.static_range(8):
-                    turned = tl.maximum(turned, tl.abs(s[t]) + tl.abs(s[t + 8]), propagate_nan=ALL)
-    tl.atomic_max(out, tl.max(as_int(raw) & 0x7FFFFFFF))
+                    turned = tl.maximum(
+                        turned, tl.abs(s[t]) + tl.abs(s[t + 8]), propagate_nan=tl.PropagateNan.ALL
+                    )
+    tl.atomic_max(out, tl.max(magnitude_bits(raw)))
     if SIGNS is not None:
-        bits = as_int(round_to_bf16(turned * 0.25, turned)[0]) & 0x7FFFFFFF
-        tl.atomic_max(out + 1, tl.max(bits))
+        tl.atomic_max(out + 1, tl.max(magnitude_bits(round_to_bf16(turned * 0.25, turned)[0])))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax"])

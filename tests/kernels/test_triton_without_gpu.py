@@ -1,0 +1,119 @@
+"""What can be known of the Triton kernels without a GPU: their bits in Triton's interpreter, and that they compile.
+
+Child processes: Triton decides at import whether it interprets, and a failing compilation may abort.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
+)
+
+INTERPRET = """
+import torch
+from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize
+from nvfp4_kernels.triton import ops
+
+def same(got, expected, name):
+    assert got.shape == expected.shape, name
+    got, expected = (t.contiguous().view(torch.uint8) for t in (got, expected))
+    assert torch.equal(got, expected), f"{name}: {(got != expected).sum()} bytes differ"
+
+def check(x, signs, stochastic, output):
+    rows_key = CounterKey(5, torch.tensor(7), 1, 9, row_offset=48) if stochastic else None
+    columns_key = CounterKey(2**32 - 1, 2**32 - 2, 1, 9, role=1, col_offset=32) if stochastic else None
+    both = amax(x, signs, backend="reference")
+    same(ops.amax_pair(x, signs), both, "amax")
+    requests = (both[0], rows_key, output), (both[1 if signs else 0], columns_key, output)
+    expected = quantize_rows_and_columns(x, *requests, signs, backend="reference")
+    got = ops.quantize(x, *requests, signs)
+    expand = ops.expand_rows, ops.expand_columns
+    for i, (g, e) in enumerate(zip(got, expected)):
+        turn = (lambda t: t.t()) if i else (lambda t: t)
+        if output == "operand":
+            same(turn(g[0]), e.cached_operand, f"operand {i}")
+            continue
+        same(turn(g[0]), e.codes, f"codes {i}")
+        same(turn(g[1]), e.scales.view(torch.uint8), f"scales {i}")
+        same(turn(expand[i](*g)), e.operand(), f"expanded {i}")
+
+def check_square(x, output):
+    e = quantize(x, (16, 16), output=output, backend="reference")
+    g = ops.quantize_square(x, e.amax, output)
+    if output == "operand":
+        return same(g[0], e.cached_operand, "square operand")
+    same(g[0], e.codes, "square codes")
+    same(g[1], e.scales.view(torch.uint8), "square scales")
+
+x = torch.randn(32, 528) * torch.exp(2 * torch.randn(32, 1))
+x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
+x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
+"""
+CASES = {
+    "forward": "check(x.bfloat16(), SIGNS, False, 'codes')",
+    "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
+    "fp32": "check(x, None, True, 'codes')",
+    "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
+}
+
+
+def run_child(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_interpreter_gives_the_references_bits(case):
+    run_child(INTERPRET + CASES[case], TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+COMPILE = """
+import sys
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from nvfp4_kernels.triton import kernels
+
+def build(kernel, **types):
+    constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
+    signature = {k: types[k].name if isinstance(types[k], Type) else "constexpr" for k in kernel.arg_names}
+    compiled = compile(
+        ASTSource(fn=kernel, signature=signature, constexprs=constants),
+        target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 4, "enable_fp_fusion": False},
+    )
+    assert compiled.asm["cubin"]
+
+class Type:
+    def __init__(self, name):
+        self.name = name
+
+i32, u8s, words, halves, floats = map(Type, ("i32", "*u8", "*i64", "*i32", "*fp32"))
+key = Type(("*i64",) * 4 + ("i32",) * 3)
+size = {"rows": i32, "cols": i32}
+build(
+    kernels.quantize_kernel, x=words, **size, row_amax=floats, row_key=key, row_out=words, row_scales=None,
+    column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
+    BF16=True, ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, SIGNS=0xD7E8, LANES=128,
+)
+build(kernels.amax_kernel, x=words, out=halves, **size, BF16=True, SIGNS=0xD7E8, LANES=128)
+build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=128)
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100, 103, 120])
+def test_compiles_ahead_of_time(capability, tmp_path):
+    path = tmp_path / "build.py"
+    path.write_text(COMPILE)
+    done = subprocess.run(
+        [sys.executable, path, str(capability)],
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
