@@ -56,7 +56,13 @@ def parse(argv: Sequence[str], options: type[Options], prog: str) -> Options | N
 
 
 def exit_code(main: Callable[[list[str]], None]) -> int:
-    """Run `main` on the command line; a UserError becomes its sentence on standard error and its exit code."""
+    """Run `main` on the command line; a UserError becomes its sentence on standard error and its exit code.
+
+    OpenMP reads its settings when torch is imported, so `main` must import torch itself.
+    """
+    # A thread that waits for the others spins, and on a machine that is busy with something else it spins away the very
+    # core that they need: by default 3 to 10 times slower. After 1000 turns it sleeps; on an idle machine that costs nothing.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         main(sys.argv[1:])
         sys.stdout.flush()
