@@ -61,7 +61,7 @@ def exit_code(main: Callable[[list[str]], None]) -> int:
     OpenMP reads its settings when torch is imported, so `main` must import torch itself.
     """
     # A thread that waits for the others spins, and on a machine that is busy with something else it spins away the very
-    # core that they need: by default 3 to 10 times slower. After 1000 turns it sleeps; on an idle machine that costs nothing.
+    # core that they need (by default 3 to 10 times slower). After 1000 turns it sleeps, which costs an idle machine nothing.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         main(sys.argv[1:])

@@ -41,7 +41,9 @@ def main(argv: list[str]) -> None:
     scores = {"as trained": evaluation.score(run.model, run.cfg, text.stream, options.max_tokens, _progress)}
     if options.bf16:
         with run.precision.all_bf16():
-            scores["all in BF16"] = evaluation.score(run.model, run.cfg, text.stream, options.max_tokens, _progress)
+            scores["all in BF16"] = evaluation.score(
+                run.model, run.cfg, text.stream, options.max_tokens, _progress
+            )
     first = scores["as trained"]
     rows = [
         ("model", run.title),

@@ -23,7 +23,9 @@ class Attention(nn.Module):
         self.heads = cfg.num_attention_heads
         self.kv_heads = cfg.num_key_value_heads
         self.head_dim = cfg.head_dim
-        self.qkv_proj = Linear(cfg.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, device=device)
+        self.qkv_proj = Linear(
+            cfg.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, device=device
+        )
         self.o_proj = Linear(self.heads * self.head_dim, cfg.hidden_size, device=device)
 
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
@@ -32,7 +34,9 @@ class Attention(nn.Module):
         mask = None if seq_idx is None else (seq_idx[:, :, None] == seq_idx[:, None, :]).tril()[:, None]
         return self._attend(q, k, v, mask, is_causal=mask is None)
 
-    def new_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def new_cache(
+        self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """Keys and values so far, each [batch, kv_heads, tokens, head_dim]."""
         empty = torch.empty(batch, self.kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         return {"k": empty, "v": empty.clone()}

@@ -60,7 +60,9 @@ class HybridModel(nn.Module):
                 )
         self.cfg = cfg
         self.compute_dtype = compute_dtype
-        self.embeddings = nn.Embedding(cfg.vocab_size, cfg.hidden_size, device=device, _weight=_empty(cfg, device))
+        self.embeddings = nn.Embedding(
+            cfg.vocab_size, cfg.hidden_size, device=device, _weight=_empty(cfg, device)
+        )
         self.layers = nn.ModuleList(Block(letter, cfg, device) for letter in cfg.pattern)
         self.norm_f = RMSNorm(cfg.hidden_size, cfg.norm_eps, device)
         self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False, device="meta")

@@ -65,4 +65,9 @@ class _HeadLoss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        return (grad_hidden * grad).to(grad_hidden.dtype), grad_weight * grad.to(grad_weight.dtype), None, None
+        return (
+            (grad_hidden * grad).to(grad_hidden.dtype),
+            grad_weight * grad.to(grad_weight.dtype),
+            None,
+            None,
+        )

@@ -43,7 +43,9 @@ class Mamba2(nn.Module):
         y = ssd_chunked(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
         return self.out_proj(self.norm(y.flatten(2), z))
 
-    def new_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def new_cache(
+        self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         """The convolution's last inputs [batch, k - 1, channels] and the state [batch, heads, head_dim, state]."""
         k = self.conv1d.weight.shape[-1]
         acc = accumulation_dtype(dtype)

@@ -21,7 +21,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         return self.down_proj(F.relu(self.up_proj(x)).square())
 
-    def new_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None) -> dict[str, Tensor]:
+    def new_cache(
+        self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> dict[str, Tensor]:
         return {}
 
     def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
