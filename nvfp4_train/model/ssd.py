@@ -71,7 +71,7 @@ def ssd_chunked(
         dt = F.pad(dt, (0, 0, 0, pad))
         seq_idx = None if seq_idx is None else F.pad(seq_idx, (0, pad), value=-1)
     batch, padded, heads, p = x.shape
-    groups, n = B.shape[2:]
+
     shape = (batch, padded // q, q)  # b, c, q
     x, dt, B, C = (t.reshape(*shape, *t.shape[2:]) for t in (x, dt, B, C))
     ids = None if seq_idx is None else seq_idx.reshape(shape)

@@ -20,7 +20,7 @@ floats32 = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
 def same(a: float, b: float) -> bool:
-    return a == b and math.copysign(1, a) == math.copysign(1, b) or (math.isnan(a) and math.isnan(b))
+    return (a == b and math.copysign(1, a) == math.copysign(1, b)) or (math.isnan(a) and math.isnan(b))
 
 
 @settings(max_examples=50, deadline=None)

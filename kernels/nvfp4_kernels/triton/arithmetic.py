@@ -165,7 +165,7 @@ def minimum_bf16x2(a, b):
     if ASM:
         r = tl.inline_asm_elementwise("min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
     else:
-        r = tl.minimum(a & 0xFFFF, b & 0xFFFF) | (tl.minimum(a >> 16, b >> 16) << 16)
+        r = tl.minimum(a & 0x7FFF, b & 0x7FFF) | (tl.minimum((a >> 16) & 0x7FFF, b >> 16) << 16)
     return r
 
 
@@ -177,6 +177,7 @@ def multiply_bf16x2(a, b):
             "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, -0x7FFF8000], tl.int32, True, 1
         )
     else:
+        b = tl.zeros_like(a) + b
         low = _round_to_bf16(as_float(a << 16) * as_float(b << 16))
         high = _round_to_bf16(as_float(a & -0x10000) * as_float(b & -0x10000))
         r = pack2(low, high)
@@ -199,15 +200,18 @@ def scale_value(byte):
 
 @triton.jit
 def round_to_bf16(a, b):
-    """Two fp32 tensors -> nearest bf16 numbers (ties to even), as fp32."""
+    """Two fp32 tensors -> nearest bf16 numbers (ties to even), in an int32."""
     if ASM:
-        w = tl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-        r = as_float(w << 16), as_float(w & -0x10000)
+        r = tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], tl.int32, True, 1)
     else:
-        r = _round_to_bf16(a), _round_to_bf16(b)
+        r = pack2(_round_to_bf16(a), _round_to_bf16(b))
     return r
+
+
+@triton.jit
+def unpack2(word):
+    """Two bf16 numbers of an int32, as fp32."""
+    return as_float(word << 16), as_float(word & -0x10000)
 
 
 @triton.jit
@@ -219,8 +223,7 @@ def _round_to_bf16(v):
 @triton.jit
 def unpack4(word):
     """Four bf16 numbers of an int64, as fp32."""
-    low, high = word.to(tl.int32), (word >> 32).to(tl.int32)
-    return as_float(low << 16), as_float(low & -0x10000), as_float(high << 16), as_float(high & -0x10000)
+    return unpack2(word.to(tl.int32)) + unpack2((word >> 32).to(tl.int32))
 
 
 @triton.jit
@@ -231,6 +234,15 @@ def unpack_word(word, BF16: tl.constexpr):
     else:
         v = (as_float(word.to(tl.int32)), as_float((word >> 32).to(tl.int32)))
     return v
+
+
+@triton.jit
+def largest(v):
+    """max |v| of 16 tensors."""
+    m = tl.abs(v[0])
+    for i in tl.static_range(1, 16):
+        m = tl.maximum(m, tl.abs(v[i]))
+    return m
 
 
 @triton.jit
@@ -250,15 +262,19 @@ def join_words(low, high):
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1):
-    """Philox4x32-10: four uint32 counter words, two key words -> four int32 words."""
+def philox(c0, c1, c2, c3, k0, k1, COUNT: tl.constexpr):
+    """Philox4x32-10 on COUNT counters in step, which share their key: tuples of uint32 words -> four tuples of words."""
     for _ in tl.static_range(10):
-        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
-        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        n0, n1, n2, n3 = (), (), (), ()
+        for i in tl.static_range(COUNT):
+            n0 = n0 + (tl.umulhi(c2[i], 0xCD9E8D57) ^ c1[i] ^ k0,)
+            n1 = n1 + (c2[i] * 0xCD9E8D57,)
+            n2 = n2 + (tl.umulhi(c0[i], 0xD2511F53) ^ c3[i] ^ k1,)
+            n3 = n3 + (c0[i] * 0xD2511F53,)
+        c0, c1, c2, c3 = n0, n1, n2, n3
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
-    return (as_int(c0), as_int(c1), as_int(c2), as_int(c3))
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -270,32 +286,40 @@ def key_word(field):
 
 
 @triton.jit
-def block_words(key, row, block):
-    """The 16 random bytes of block `block` of row `row` as four words; see random_bits.py.
+def block_words(key, rows, block, COUNT: tl.constexpr):
+    """The 16 random bytes of block `block` of each of COUNT rows, four words each; see random_bits.py.
 
     key: (seed, step, micro-batch, tensor, role, first row, first block).
     """
     seed, step, microbatch, tensor, role, first_row, first_block = key
-    return philox(
-        (block + first_block).to(tl.uint32),
-        (row + first_row).to(tl.uint32),
-        key_word(step),
-        key_word(microbatch),
+    c1 = ()
+    for i in tl.static_range(COUNT):
+        c1 = c1 + ((rows[i] + first_row).to(tl.uint32),)
+    w0, w1, w2, w3 = philox(
+        ((block + first_block).to(tl.uint32),) * COUNT,
+        c1,
+        (key_word(step),) * COUNT,
+        (key_word(microbatch),) * COUNT,
         key_word(seed),
         key_word(tensor) * 4 + role.to(tl.uint32),
+        COUNT,
     )
+    words = ()
+    for i in tl.static_range(COUNT):
+        words = words + ((as_int(w0[i]), as_int(w1[i]), as_int(w2[i]), as_int(w3[i])),)
+    return words
 
 
 @triton.jit
-def butterfly(v, SIGNS: tl.constexpr, STAGES: tl.constexpr):
-    """The first STAGES of the four additions of the 16-point Hadamard transform of 16 values, signs first.
+def butterfly(v, SIGNS: tl.constexpr):
+    """The first three of the four stages of the 16-point Hadamard transform of 16 values, signs first.
 
     SIGNS: bit i is set where value i is negated.
     """
     s = ()
     for i in tl.static_range(16):
         s = s + ((-v[i] if (SIGNS >> i) & 1 else v[i]),)
-    for stage in tl.static_range(STAGES):
+    for stage in tl.static_range(3):
         out = ()
         for i in tl.static_range(16):
             if (i >> stage) & 1:
@@ -304,3 +328,25 @@ def butterfly(v, SIGNS: tl.constexpr, STAGES: tl.constexpr):
                 out = out + (s[i] + s[i + (1 << stage)],)
         s = out
     return s
+
+
+@triton.jit
+def hadamard(v, SIGNS: tl.constexpr):
+    """The 16-point random Hadamard transform of 16 values, as bf16 numbers in fp32.
+
+    The last stage and x 0.25 are one fma: sums of bf16 numbers are multiples of 2^-133, so no quarter is rounded.
+    """
+    s = butterfly(v, SIGNS)
+    quarter = ()
+    for i in tl.static_range(8):
+        quarter = quarter + (s[8 + i] * 0.25,)
+    out = ()
+    for i in tl.static_range(0, 8, 2):
+        out = out + unpack2(
+            round_to_bf16(tl.fma(s[i], 0.25, quarter[i]), tl.fma(s[i + 1], 0.25, quarter[i + 1]))
+        )
+    for i in tl.static_range(0, 8, 2):
+        out = out + unpack2(
+            round_to_bf16(tl.fma(s[i], 0.25, -quarter[i]), tl.fma(s[i + 1], 0.25, -quarter[i + 1]))
+        )
+    return out

@@ -16,7 +16,9 @@ from nvfp4_kernels.triton.arithmetic import (
     block_scale,
     block_words,
     butterfly,
+    hadamard,
     join_words,
+    largest,
     nibble_value,
     nibbles_of,
     operands_of,
@@ -26,6 +28,7 @@ from nvfp4_kernels.triton.arithmetic import (
     scale_byte,
     scale_value,
     tensor_scales,
+    unpack2,
     unpack4,
     unpack_word,
 )
@@ -91,36 +94,35 @@ def store_block(out, block, mask, w, N: tl.constexpr):
 
 
 @triton.jit
-def largest(v):
-    """max |v| of 16 tensors."""
-    m = tl.abs(v[0])
-    for i in tl.static_range(1, 16):
-        m = tl.maximum(m, tl.abs(v[i]))
-    return m
-
-
-@triton.jit
 def quantize_channel(
-    words, C: tl.constexpr, group, token_block, factor, decode, key,
+    words, C: tl.constexpr, random, factor, decode,
     BF16: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """(magnitudes, signs, scale) of the 16 tokens of channel C of the four."""
     v = channel(words, C, BF16)
     if SIGNS is not None:
-        turned = butterfly(v, SIGNS, 4)
-        v = ()
-        for t in tl.static_range(8):
-            v = v + round_to_bf16(turned[2 * t] * 0.25, turned[2 * t + 1] * 0.25)
+        v = hadamard(v, SIGNS)
     scale, encode = block_scale(largest(v), factor, decode)
-    if STOCHASTIC:
-        random = block_words(key, 4 * group + C, token_block)
-    else:
-        random = (group,) * 4
     q, s = (), ()
     for t in tl.static_range(16):
         a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
         q, s = q + (a,), s + (b,)
     return q, s, scale
+
+
+@triton.jit
+def quantize_pair(
+    words, A: tl.constexpr, B: tl.constexpr, group, token_block, factor, decode, key,
+    BF16: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
+):  # fmt: skip
+    """`quantize_channel` of channels A and B."""
+    if STOCHASTIC:
+        random = block_words(key, (4 * group + A, 4 * group + B), token_block, 2)
+    else:
+        random = ((group,) * 4,) * 2
+    q0, s0, scale0 = quantize_channel(words, A, random[0], factor, decode, BF16, STOCHASTIC, SIGNS)
+    q1, s1, scale1 = quantize_channel(words, B, random[1], factor, decode, BF16, STOCHASTIC, SIGNS)
+    return q0, s0, scale0, q1, s1, scale1
 
 
 @triton.jit
@@ -132,24 +134,19 @@ def quantize_columns(
     words = load_columns(x, cols, group, mask, BF16)
     packed = ()
     scale_word = tl.zeros_like(group)
-    # Two channels share an int32: neighbours (operand), or those whose codes lie 16 bits apart.
     for pair in tl.static_range(2):
+        # Two channels share an int32: neighbours (operand), or those whose codes lie 16 bits apart.
         if OUTPUT == OPERAND:
-            q0, s0, scale0 = quantize_channel(
-                words, 2 * pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
-            )
-            q1, s1, scale1 = quantize_channel(
-                words, 2 * pair + 1, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
-            )
+            q0, s0, scale0, q1, s1, scale1 = quantize_pair(
+                words, 2 * pair, 2 * pair + 1, group, token_block, factor, decode, key,
+                BF16, STOCHASTIC, SIGNS,
+            )  # fmt: skip
+            both = pack2(scale0, scale1)
         else:
-            q0, s0, scale0 = quantize_channel(
-                words, pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
-            )
-            q1, s1, scale1 = quantize_channel(
-                words, pair + 2, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
-            )
-        both = pack2(scale0, scale1)
-        if OUTPUT == CODES:
+            q0, s0, scale0, q1, s1, scale1 = quantize_pair(
+                words, pair, pair + 2, group, token_block, factor, decode, key,
+                BF16, STOCHASTIC, SIGNS,
+            )  # fmt: skip
             scale_word |= (scale_byte(scale0) | (scale_byte(scale1) << 16)) << (8 * pair)
         for t in tl.static_range(16):
             if OUTPUT == OPERAND:
@@ -178,7 +175,7 @@ def quantize_rows(
     v = load_block(x, block, mask, BF16)
     scale, encode = block_scale(largest(v), factor, decode)
     if STOCHASTIC:
-        random = block_words(key, row, column_block)
+        random = block_words(key, (row,), column_block, 1)[0]
     else:
         random = (block,) * 4
     q, s = (), ()
@@ -210,40 +207,48 @@ def quantize_kernel(
     BF16: tl.constexpr,
     ROW: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
     COLUMN: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, ROW_LANES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """1x16 blocks of x [rows, cols], row-wise (ROW: None, "operand" or "codes") and column-wise (COLUMN).
+
+    A program handles TILES tiles below one another, row-wise ROW_LANES blocks at a time.
 
     Codes are int64 [rows, cols/16] row-wise and int32 [rows/2, cols/4] column-wise; scales uint8 and int32 likewise.
     """
     across = tl.cdiv(cols, 4 * LANES)
-    token_block, tile = tl.program_id(0) // across, tl.program_id(0) % across
-    lane = tl.arange(0, LANES)
+    pid = tl.program_id(0)
+    tile = pid % across
     if COLUMN is not None:
-        group = tile * LANES + lane
-        first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
-        factor, decode = tensor_scales(tl.load(column_amax))
-        quantize_columns(
-            first_row, cols, token_block, group, group < cols // 4, factor, decode,
-            column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
-        )  # fmt: skip
+        column_factor, column_decode = tensor_scales(tl.load(column_amax))
     if ROW is not None:
-        factor, decode = tensor_scales(tl.load(row_amax))
-        blocks = cols // 16
-        column_block = tile * (LANES // 4) + lane % (LANES // 4)
-        first = (token_block * 16).to(tl.int64) * blocks
-        x += first * (4 if BF16 else 8)
-        row_out += first * (4 if ROW == OPERAND else 1)
-        if ROW == CODES:
-            row_scales += first
-        for i in range(4):
-            row = 4 * i + lane // (LANES // 4)
-            mask = (token_block * 16 + row < rows) & (column_block < blocks)
-            quantize_rows(
-                x, row * blocks + column_block, mask, factor, decode,
-                row_key, token_block * 16 + row, column_block, row_out, row_scales,
-                BF16, ROW, ROW_STOCHASTIC, LANES,
+        row_factor, row_decode = tensor_scales(tl.load(row_amax))
+    for i in range(TILES):
+        token_block = (pid // across) * TILES + i
+        first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
+        if COLUMN is not None:
+            group = tile * LANES + tl.arange(0, LANES)
+            mask = (group < cols // 4) & (token_block * 16 < rows)
+            quantize_columns(
+                first_row, cols, token_block, group, mask, column_factor, column_decode,
+                column_key, column_out, column_scales,
+                BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
             )  # fmt: skip
+        if ROW is not None:
+            blocks = cols // 16
+            first = (token_block * 16).to(tl.int64) * blocks
+            out = row_out + first * (4 if ROW == OPERAND else 1)
+            scales = row_scales + first if ROW == CODES else None
+            lane = tl.arange(0, ROW_LANES)
+            column_block = tile * (LANES // 4) + lane % (LANES // 4)
+            for j in range(4 * LANES // ROW_LANES):
+                local_row = (j * ROW_LANES + lane) // (LANES // 4)
+                row = token_block * 16 + local_row
+                block = local_row * blocks + column_block
+                present = (row < rows) & (column_block < blocks)
+                quantize_rows(
+                    first_row, block, present, row_factor, row_decode, row_key, row, column_block, out, scales,
+                    BF16, ROW, ROW_STOCHASTIC, ROW_LANES,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -279,14 +284,14 @@ def amax_kernel(x, out, rows, cols, BF16: tl.constexpr, SIGNS: tl.constexpr, LAN
             for t in tl.static_range(16):
                 raw = tl.maximum(raw, tl.abs(v[t]), propagate_nan=tl.PropagateNan.ALL)
             if SIGNS is not None:
-                s = butterfly(v, SIGNS, 3)
+                s = butterfly(v, SIGNS)
                 for t in tl.static_range(8):
                     turned = tl.maximum(
                         turned, tl.abs(s[t]) + tl.abs(s[t + 8]), propagate_nan=tl.PropagateNan.ALL
                     )
     tl.atomic_max(out, tl.max(magnitude_bits(raw)))
     if SIGNS is not None:
-        tl.atomic_max(out + 1, tl.max(magnitude_bits(round_to_bf16(turned * 0.25, turned)[0])))
+        tl.atomic_max(out + 1, tl.max(magnitude_bits(unpack2(round_to_bf16(turned * 0.25, turned))[0])))
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["amax"])
