@@ -85,7 +85,7 @@ def build(kernel, **types):
     signature = {k: types[k].name if isinstance(types[k], Type) else "constexpr" for k in kernel.arg_names}
     compiled = compile(
         ASTSource(fn=kernel, signature=signature, constexprs=constants),
-        target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 4, "enable_fp_fusion": False},
+        target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": 2, "enable_fp_fusion": False},
     )
     assert compiled.asm["cubin"]
 
@@ -99,10 +99,11 @@ size = {"rows": i32, "cols": i32}
 build(
     kernels.quantize_kernel, x=words, **size, row_amax=floats, row_key=key, row_out=words, row_scales=None,
     column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
-    BF16=True, ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, SIGNS=0xD7E8, LANES=128,
+    BF16=True, ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, SIGNS=0xD7E8,
+    LANES=64, ROW_LANES=128, TILES=2,
 )
-build(kernels.amax_kernel, x=words, out=halves, **size, BF16=True, SIGNS=0xD7E8, LANES=128)
-build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=128)
+build(kernels.amax_kernel, x=words, out=halves, **size, BF16=True, SIGNS=0xD7E8, LANES=64)
+build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=64)
 """
 
 
