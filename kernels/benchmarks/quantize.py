@@ -1,12 +1,13 @@
 """Quantize kernels and the emulated GEMM of this machine, beside the ceilings measured in the same run (`make bench`).
 
-On a machine with a CUDA GPU the table is `quantize_gpu.py`'s. Bandwidth counts only the bytes that must move; the copy
-rate counts bytes read and written, of a matrix of the same size.
+On a machine with a CUDA GPU the tables are `quantize_gpu.py`'s. Bandwidth counts only the bytes that must move; the copy
+rate counts bytes read and written. OMP_NUM_THREADS sets the number of threads.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import runpy
 import time
 from collections.abc import Callable
@@ -31,11 +32,16 @@ def best_ms(call: Callable[[], object]) -> float:
     return min(times) * 1e3
 
 
+def copy_rate(source: torch.Tensor) -> float:
+    """Bytes read and written in a second by copies of `source`."""
+    target = torch.zeros_like(source)
+    return 2 * source.nbytes / best_ms(lambda: target.copy_(source)) * 1e3
+
+
 def kernels() -> None:
     """Each quantize kernel on a bf16 matrix: time, bandwidth, share of the copy rate."""
     x = torch.randn(ROWS, COLUMNS).bfloat16()
-    target = torch.zeros_like(x)
-    ceiling = 4 * x.numel() / best_ms(lambda: target.copy_(x)) * 1e3
+    ceiling, memory = copy_rate(x), copy_rate(torch.zeros(1 << 28, dtype=torch.uint8))
     raw, turned = amax(x, SIGNS)
     row_key, column_key = CounterKey(1, 2, 3, 4), CounterKey(1, 2, 3, 4, ROLE_COLUMNS)
     codes = quantize(x, transpose=True, hadamard=SIGNS, amax=turned)
@@ -57,7 +63,10 @@ def kernels() -> None:
         ),
         "column codes -> fp32 operand": (4.5625, lambda: codes.operand(torch.float32)),
     }
-    print(f"{ROWS} x {COLUMNS} bf16, Hadamard on columns; copy rate {ceiling / 1e9:.1f} GB/s")
+    print(
+        f"{ROWS} x {COLUMNS} bf16, Hadamard on columns; copy rate {ceiling / 1e9:.1f} GB/s at this size, "
+        f"{memory / 1e9:.1f} GB/s at 256 MiB"
+    )
     print(f"{'kernel':<40}{'B/element':>10}{'ms':>9}{'GB/s':>8}{'of copy':>9}")
     for name, (size, call) in cases.items():
         ms = best_ms(call)
@@ -93,9 +102,10 @@ if __name__ == "__main__":
     if torch.cuda.is_available():
         runpy.run_path(str(Path(__file__).with_name("quantize_gpu.py")), run_name="__main__")
     else:
-        print(
-            f"{torch.get_num_threads()} CPU threads, torch {torch.__version__}, quantize {backend_report()}"
-        )
+        threads, load = torch.get_num_threads(), os.getloadavg()[0]
+        print(f"CPU threads {threads}, torch {torch.__version__}, quantize {backend_report()}")
+        if load > threads / 2:
+            print(f"The machine is busy (load average {load:.1f}): an idle one is faster than these numbers.")
         kernels()
         print()
         products()
