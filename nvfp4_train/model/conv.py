@@ -20,17 +20,59 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | Non
     works on the unrounded sum. k shifted multiply-adds fuse into one pass under torch.compile; a library
     convolution would want the channels before the tokens, a transposed copy in and out.
     """
-    length, k = x.shape[1], weight.shape[-1]
-    padded = F.pad(x, (0, 0, k - 1, 0))
-    ids = None if seq_idx is None else F.pad(seq_idx, (k - 1, 0), value=-1)
-    y = bias + x * weight[:, 0, k - 1]
-    for i in range(1, k):
-        tap = padded[:, k - 1 - i : k - 1 - i + length]
-        if ids is not None:
-            same = ids[:, k - 1 - i : k - 1 - i + length] == seq_idx
-            tap = torch.where(same[..., None], tap, 0)
-        y = y + tap * weight[:, 0, k - 1 - i]
-    return y
+    same = None if seq_idx is None else _same_document(seq_idx, weight.shape[-1])
+    return _CausalConv1d.apply(x, weight, bias, same)
+
+
+class _CausalConv1d(torch.autograd.Function):
+    """With the gradient written out: autograd's own makes several passes over zero-filled copies of every tap.
+
+    Padded tensors and taps are made by cat, whose result torch.compile stores; what it inlines it computes once a tap.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, same: Tensor | None) -> Tensor:
+        length, k = x.shape[1], weight.shape[-1]
+        padded = torch.cat((x.new_zeros(x.shape[0], k - 1, x.shape[2]), x), dim=1)
+        ctx.save_for_backward(padded, weight, same)
+        taps = _taps(weight)
+        y = bias + x * taps[0]
+        for i in range(1, k):
+            y = y + _masked(padded[:, k - 1 - i : k - 1 - i + length], same, i) * taps[i]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        padded, weight, same = ctx.saved_tensors
+        length, k = grad.shape[1], weight.shape[-1]
+        taps = _taps(weight)
+        zeros = padded.new_zeros(grad.shape[0], k - 1, grad.shape[2])
+        grad = torch.cat((grad.to(padded.dtype), zeros), dim=1)
+        ahead = None if same is None else F.pad(same, (0, 0, 0, k - 1))
+        grad_x, grad_taps = 0, []
+        for i in range(k):
+            grad_x = grad_x + _masked(grad, ahead, i)[:, i : i + length] * taps[i]
+            tap = _masked(padded[:, k - 1 - i : k - 1 - i + length], same, i)
+            grad_taps.append((grad[:, :length].to(taps.dtype) * tap).sum((0, 1)))
+        grad_weight = torch.stack(grad_taps[::-1], dim=1)[:, None]
+        grad_bias = grad[:, :length].to(taps.dtype).sum((0, 1))
+        return grad_x.to(padded.dtype), grad_weight, grad_bias, None
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """weight [C, 1, k] as [k, C]: row i multiplies the token i before the current one."""
+    return torch.cat(weight[:, 0].unbind(1)[::-1]).view(weight.shape[-1], -1)
+
+
+def _same_document(seq_idx: Tensor, k: int) -> Tensor:
+    """bool [k, B, S, 1]: whether token t - i is in the document of token t."""
+    length, padded = seq_idx.shape[1], F.pad(seq_idx, (k - 1, 0), value=-1)
+    return torch.stack([padded[:, k - 1 - i : k - 1 - i + length] == seq_idx for i in range(k)])[..., None]
+
+
+def _masked(x: Tensor, same: Tensor | None, i: int) -> Tensor:
+    return x if same is None or i == 0 else torch.where(same[i], x, 0)
 
 
 class CausalConv1d(nn.Module):

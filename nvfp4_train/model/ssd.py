@@ -59,7 +59,7 @@ def ssd_chunked(
 ) -> Tensor:
     """The scan as four matrix products a chunk and one between chunks; any length, ragged last chunk included.
 
-    Where bf16 rounds (x in bf16): C B^T, then C B^T x decay x dt; x x decay x dt; the chunks' own states; the
+    Where bf16 rounds (x in bf16): C B^T, then C B^T x decay; x dt and x dt x decay; the chunks' own states; the
     states that enter chunks; and the two products that make y. Decays, their sums, the passing of states from
     chunk to chunk and the sum of y's parts are fp32. Decay exponents are masked before exp, never after: a
     masked exponent may be large and positive, and inf * 0 would poison the gradient.
@@ -71,43 +71,53 @@ def ssd_chunked(
         dt = F.pad(dt, (0, 0, 0, pad))
         seq_idx = None if seq_idx is None else F.pad(seq_idx, (0, pad), value=-1)
     batch, padded, heads, p = x.shape
-
+    groups, n = B.shape[2:]
     shape = (batch, padded // q, q)  # b, c, q
-    x, dt, B, C = (t.reshape(*shape, *t.shape[2:]) for t in (x, dt, B, C))
+    x = x.reshape(*shape, heads, p)
+    dt = dt.reshape(*shape, heads).transpose(2, 3)  # [b, c, h, q]
+    B, C = (t.reshape(*shape, groups, n).transpose(2, 3) for t in (B, C))  # [b, c, g, q, n]
     ids = None if seq_idx is None else seq_idx.reshape(shape)
 
-    a = (dt * A).cumsum(2)  # log of the decay from the chunk's start through token q
-    B, C = B.transpose(2, 3), C.transpose(2, 3)  # [b, c, g, q, n]
+    a = (dt * A[:, None]).cumsum(3)  # log of the decay from the chunk's start through token q
     within = _within_chunks(x, dt, a, B, C, ids)
-    entering = _pass_states(_chunk_states(x, dt, a, B, ids), a[:, :, -1], ids)
-    carried = (C @ entering.transpose(-1, -2)).transpose(2, 3).reshape(x.shape)
-    into = a if ids is None else a.masked_fill((ids != _previous_last(ids))[..., None], -torch.inf)
-    y = within + carried * into.exp()[..., None] + x * D[:, None]
+    entering = _pass_states(_chunk_states(x, dt, a, B, ids), a[..., -1], ids)
+    carried = (C @ entering).transpose(2, 3).reshape(x.shape)
+    into = a if ids is None else a.masked_fill((ids != _previous_last(ids))[:, :, None], -torch.inf)
+    y = within + carried * into.exp().transpose(2, 3)[..., None] + x * D[:, None]
     y = y.reshape(batch, padded, heads, p)
     return y[:, :length] if pad else y
 
 
 def _within_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, ids: Tensor | None) -> Tensor:
-    """What tokens get from their own chunk, [b, c, q, h, p]."""
+    """What tokens get from their own chunk, [b, c, q, h, p].
+
+    The decay matrix is constant to autograd. Its gradient flows through the factors 1 + drift of the rows and
+    1 - drift of the columns, exactly 1 in value, so that it costs sums over p instead of sums over q x q. What a
+    token gets from itself doesn't decay; apart from the matrix, it adds no rounding error to that gradient.
+    """
     q, heads, groups = x.shape[2], x.shape[3], B.shape[2]
-    a, dt = a.transpose(2, 3), dt.transpose(2, 3)  # [b, c, h, q]
-    seen = torch.ones(q, q, dtype=torch.bool, device=x.device).tril()
+    fixed = a.detach()
+    drift = a - fixed  # 0
+    seen = torch.ones(q, q, dtype=torch.bool, device=x.device).tril(-1)
     if ids is not None:
         seen = seen & (ids[..., :, None] == ids[..., None, :])[:, :, None]
-    decay = (a[..., :, None] - a[..., None, :]).masked_fill(~seen, -torch.inf).exp()
-    weights = (decay * dt[..., None, :]).unflatten(2, (groups, heads // groups))
-    weights = ((C @ B.transpose(-1, -2))[:, :, :, None] * weights).to(x.dtype).flatten(2, 3)
-    return (weights @ x.transpose(2, 3)).transpose(2, 3)
+    decay = (fixed[..., :, None] - fixed[..., None, :]).masked_fill(~seen, -torch.inf).exp()
+    weights = (C @ B.transpose(-1, -2))[:, :, :, None] * decay.unflatten(2, (groups, heads // groups))
+    fed = (x.transpose(2, 3) * (dt * (1 - drift))[..., None]).to(x.dtype)
+    y = weights.to(x.dtype).flatten(2, 3) @ fed
+    own = (C.to(dt.dtype) * B.to(dt.dtype)).sum(-1).repeat_interleave(heads // groups, dim=2)
+    y = y * (1 + drift)[..., None] + x.transpose(2, 3) * (own * dt)[..., None]
+    return y.transpose(2, 3)
 
 
 def _chunk_states(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, ids: Tensor | None) -> Tensor:
-    """The state that each chunk's last document leaves at the chunk's end, [b, c, g, heads a group * p, n]."""
-    left = a[:, :, -1:] - a
+    """The state that each chunk's last document leaves at the chunk's end, [b, c, g, n, heads a group * p]."""
+    left = a[..., -1:] - a
     if ids is not None:
-        left = left.masked_fill((ids != ids[:, :, -1:])[..., None], -torch.inf)
-    fed = (x * (left.exp() * dt)[..., None]).to(x.dtype)
+        left = left.masked_fill((ids != ids[:, :, -1:])[:, :, None], -torch.inf)
+    fed = (x * (left.exp() * dt).transpose(2, 3)[..., None]).to(x.dtype)
     fed = fed.unflatten(3, (B.shape[2], -1)).flatten(4)  # [b, c, q, g, heads a group * p]
-    return fed.permute(0, 1, 3, 4, 2) @ B
+    return B.transpose(-1, -2) @ fed.transpose(2, 3)
 
 
 def _pass_states(states: Tensor, total: Tensor, ids: Tensor | None) -> Tensor:
@@ -117,15 +127,16 @@ def _pass_states(states: Tensor, total: Tensor, ids: Tensor | None) -> Tensor:
     triangular matrix. Its exponents are summed term by term, since differences of one long running sum would
     lose digits as it grows.
     """
-    batch, chunks, heads = total.shape
+    chunks, heads, groups = total.shape[1], total.shape[2], states.shape[2]
     before = torch.ones(chunks, chunks, dtype=torch.bool, device=total.device).tril(-1)  # [z, c]: c < z
     terms = total.transpose(1, 2)[..., None].expand(-1, -1, -1, chunks).masked_fill(~before, 0)
     exponents = F.pad(terms.cumsum(2)[:, :, :-1], (0, 0, 1, 0))
     if ids is not None:
         before = before & (_previous_last(ids) == ids[:, None, :, -1])[:, None]
     carry = exponents.masked_fill(~before, -torch.inf).exp()  # [b, h, z, c]
-    flat = states.reshape(batch, chunks, heads, -1).transpose(1, 2).to(total.dtype)
-    return (carry @ flat).transpose(1, 2).reshape(states.shape).to(states.dtype)
+    by_head = states.unflatten(4, (heads // groups, -1)).permute(0, 2, 4, 1, 3, 5)  # [b, g, h, c, n, p]
+    passed = carry @ by_head.flatten(1, 2).flatten(3).to(total.dtype)
+    return passed.reshape(by_head.shape).permute(0, 3, 1, 4, 2, 5).reshape(states.shape).to(states.dtype)
 
 
 def _previous_last(ids: Tensor) -> Tensor:

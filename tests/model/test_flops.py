@@ -12,7 +12,7 @@ from nvfp4_train.precision.linear import Linear
 # Parameters in billions and training GFLOP a token at 8192 tokens. The released models' are published (12B: exactly,
 # and 1.45e24 FLOPs for 20T tokens); the others are these formulas' own.
 SIZES = {
-    "quickstart": (0.002596976, 0.0391),
+    "quickstart": (0.002596976, 0.02561),
     "125m_hybrid": (0.132586880, 0.752),
     "350m_hybrid": (0.344331776, 2.101),
     "1b_hybrid": (0.987539520, 5.440),
