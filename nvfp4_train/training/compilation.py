@@ -9,6 +9,10 @@ import torch
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.hybrid import HybridModel
 
+# Versions of one block's code that the compiler may hold: kinds of block x plans of its layers in all phases x with and
+# without gradients. Its default of 8 is less than a run of two phases needs, and it fails when there are more.
+VERSIONS = 64
+
 
 def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
     """Compile every block's forward as `training.compile` says, and return a line for the log.
@@ -21,6 +25,7 @@ def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
         return "off" + (f": {missing}" if missing else "")
     if missing:
         raise ConfigError(f"training.compile=on, but {missing}: install it, or use training.compile=off.")
+    torch._dynamo.config.recompile_limit = VERSIONS
     for layer in model.layers:
         layer.compile(fullgraph=True, dynamic=False)
     return "torch.compile, block by block (the first step takes longer)"
