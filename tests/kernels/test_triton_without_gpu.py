@@ -100,7 +100,7 @@ build(
     kernels.quantize_kernel, x=words, **size, row_amax=floats, row_key=key, row_out=words, row_scales=None,
     column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
     BF16=True, ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, SIGNS=0xD7E8,
-    LANES=64, ROW_LANES=128, TILES=2,
+    LANES=64,
 )
 build(kernels.amax_kernel, x=words, out=halves, **size, BF16=True, SIGNS=0xD7E8, LANES=64)
 build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=64)

@@ -262,19 +262,15 @@ def join_words(low, high):
 
 
 @triton.jit
-def philox(c0, c1, c2, c3, k0, k1, COUNT: tl.constexpr):
-    """Philox4x32-10 on COUNT counters in step, which share their key: tuples of uint32 words -> four tuples of words."""
+def philox(c0, c1, c2, c3, k0, k1):
+    """Philox4x32-10: four uint32 counter words, two key words -> four int32 words."""
     for _ in tl.static_range(10):
-        n0, n1, n2, n3 = (), (), (), ()
-        for i in tl.static_range(COUNT):
-            n0 = n0 + (tl.umulhi(c2[i], 0xCD9E8D57) ^ c1[i] ^ k0,)
-            n1 = n1 + (c2[i] * 0xCD9E8D57,)
-            n2 = n2 + (tl.umulhi(c0[i], 0xD2511F53) ^ c3[i] ^ k1,)
-            n3 = n3 + (c0[i] * 0xD2511F53,)
-        c0, c1, c2, c3 = n0, n1, n2, n3
+        high0, low0 = tl.umulhi(c0, 0xD2511F53), c0 * 0xD2511F53
+        high1, low1 = tl.umulhi(c2, 0xCD9E8D57), c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0 = k0 + 0x9E3779B9
         k1 = k1 + 0xBB67AE85
-    return c0, c1, c2, c3
+    return as_int(c0), as_int(c1), as_int(c2), as_int(c3)
 
 
 @triton.jit
@@ -286,28 +282,20 @@ def key_word(field):
 
 
 @triton.jit
-def block_words(key, rows, block, COUNT: tl.constexpr):
-    """The 16 random bytes of block `block` of each of COUNT rows, four words each; see random_bits.py.
+def block_words(key, row, block):
+    """The 16 random bytes of block `block` of row `row` as four words; see random_bits.py.
 
     key: (seed, step, micro-batch, tensor, role, first row, first block).
     """
     seed, step, microbatch, tensor, role, first_row, first_block = key
-    c1 = ()
-    for i in tl.static_range(COUNT):
-        c1 = c1 + ((rows[i] + first_row).to(tl.uint32),)
-    w0, w1, w2, w3 = philox(
-        ((block + first_block).to(tl.uint32),) * COUNT,
-        c1,
-        (key_word(step),) * COUNT,
-        (key_word(microbatch),) * COUNT,
+    return philox(
+        (block + first_block).to(tl.uint32),
+        (row + first_row).to(tl.uint32),
+        key_word(step),
+        key_word(microbatch),
         key_word(seed),
         key_word(tensor) * 4 + role.to(tl.uint32),
-        COUNT,
     )
-    words = ()
-    for i in tl.static_range(COUNT):
-        words = words + ((as_int(w0[i]), as_int(w1[i]), as_int(w2[i]), as_int(w3[i])),)
-    return words
 
 
 @triton.jit

@@ -95,7 +95,7 @@ def store_block(out, block, mask, w, N: tl.constexpr):
 
 @triton.jit
 def quantize_channel(
-    words, C: tl.constexpr, random, factor, decode,
+    words, C: tl.constexpr, group, token_block, factor, decode, key,
     BF16: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """(magnitudes, signs, scale) of the 16 tokens of channel C of the four."""
@@ -103,26 +103,15 @@ def quantize_channel(
     if SIGNS is not None:
         v = hadamard(v, SIGNS)
     scale, encode = block_scale(largest(v), factor, decode)
+    if STOCHASTIC:
+        random = block_words(key, 4 * group + C, token_block)
+    else:
+        random = (group,) * 4
     q, s = (), ()
     for t in tl.static_range(16):
         a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
         q, s = q + (a,), s + (b,)
     return q, s, scale
-
-
-@triton.jit
-def quantize_pair(
-    words, A: tl.constexpr, B: tl.constexpr, group, token_block, factor, decode, key,
-    BF16: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
-):  # fmt: skip
-    """`quantize_channel` of channels A and B."""
-    if STOCHASTIC:
-        random = block_words(key, (4 * group + A, 4 * group + B), token_block, 2)
-    else:
-        random = ((group,) * 4,) * 2
-    q0, s0, scale0 = quantize_channel(words, A, random[0], factor, decode, BF16, STOCHASTIC, SIGNS)
-    q1, s1, scale1 = quantize_channel(words, B, random[1], factor, decode, BF16, STOCHASTIC, SIGNS)
-    return q0, s0, scale0, q1, s1, scale1
 
 
 @triton.jit
@@ -137,16 +126,20 @@ def quantize_columns(
     for pair in tl.static_range(2):
         # Two channels share an int32: neighbours (operand), or those whose codes lie 16 bits apart.
         if OUTPUT == OPERAND:
-            q0, s0, scale0, q1, s1, scale1 = quantize_pair(
-                words, 2 * pair, 2 * pair + 1, group, token_block, factor, decode, key,
-                BF16, STOCHASTIC, SIGNS,
-            )  # fmt: skip
+            q0, s0, scale0 = quantize_channel(
+                words, 2 * pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
+            q1, s1, scale1 = quantize_channel(
+                words, 2 * pair + 1, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
             both = pack2(scale0, scale1)
         else:
-            q0, s0, scale0, q1, s1, scale1 = quantize_pair(
-                words, pair, pair + 2, group, token_block, factor, decode, key,
-                BF16, STOCHASTIC, SIGNS,
-            )  # fmt: skip
+            q0, s0, scale0 = quantize_channel(
+                words, pair, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
+            q1, s1, scale1 = quantize_channel(
+                words, pair + 2, group, token_block, factor, decode, key, BF16, STOCHASTIC, SIGNS
+            )
             scale_word |= (scale_byte(scale0) | (scale_byte(scale1) << 16)) << (8 * pair)
         for t in tl.static_range(16):
             if OUTPUT == OPERAND:
@@ -175,7 +168,7 @@ def quantize_rows(
     v = load_block(x, block, mask, BF16)
     scale, encode = block_scale(largest(v), factor, decode)
     if STOCHASTIC:
-        random = block_words(key, (row,), column_block, 1)[0]
+        random = block_words(key, row, column_block)
     else:
         random = (block,) * 4
     q, s = (), ()
@@ -207,48 +200,37 @@ def quantize_kernel(
     BF16: tl.constexpr,
     ROW: tl.constexpr, ROW_STOCHASTIC: tl.constexpr,
     COLUMN: tl.constexpr, COLUMN_STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
-    LANES: tl.constexpr, ROW_LANES: tl.constexpr, TILES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """1x16 blocks of x [rows, cols], row-wise (ROW: None, "operand" or "codes") and column-wise (COLUMN).
-
-    A program handles TILES tiles below one another, row-wise ROW_LANES blocks at a time.
 
     Codes are int64 [rows, cols/16] row-wise and int32 [rows/2, cols/4] column-wise; scales uint8 and int32 likewise.
     """
     across = tl.cdiv(cols, 4 * LANES)
-    pid = tl.program_id(0)
-    tile = pid % across
+    token_block, tile = tl.program_id(0) // across, tl.program_id(0) % across
+    lane = tl.arange(0, LANES)
+    first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
     if COLUMN is not None:
-        column_factor, column_decode = tensor_scales(tl.load(column_amax))
+        factor, decode = tensor_scales(tl.load(column_amax))
+        group = tile * LANES + lane
+        quantize_columns(
+            first_row, cols, token_block, group, group < cols // 4, factor, decode,
+            column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
+        )  # fmt: skip
     if ROW is not None:
-        row_factor, row_decode = tensor_scales(tl.load(row_amax))
-    for i in range(TILES):
-        token_block = (pid // across) * TILES + i
-        first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
-        if COLUMN is not None:
-            group = tile * LANES + tl.arange(0, LANES)
-            mask = (group < cols // 4) & (token_block * 16 < rows)
-            quantize_columns(
-                first_row, cols, token_block, group, mask, column_factor, column_decode,
-                column_key, column_out, column_scales,
-                BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
+        factor, decode = tensor_scales(tl.load(row_amax))
+        blocks = cols // 16
+        first = (token_block * 16).to(tl.int64) * blocks
+        out = row_out + first * (4 if ROW == OPERAND else 1)
+        scales = row_scales + first if ROW == CODES else None
+        block = tile * (LANES // 4) + lane % (LANES // 4)
+        for i in range(4):
+            local = 4 * i + lane // (LANES // 4)
+            row = token_block * 16 + local
+            quantize_rows(
+                first_row, local * blocks + block, (row < rows) & (block < blocks), factor, decode,
+                row_key, row, block, out, scales, BF16, ROW, ROW_STOCHASTIC, LANES,
             )  # fmt: skip
-        if ROW is not None:
-            blocks = cols // 16
-            first = (token_block * 16).to(tl.int64) * blocks
-            out = row_out + first * (4 if ROW == OPERAND else 1)
-            scales = row_scales + first if ROW == CODES else None
-            lane = tl.arange(0, ROW_LANES)
-            column_block = tile * (LANES // 4) + lane % (LANES // 4)
-            for j in range(4 * LANES // ROW_LANES):
-                local_row = (j * ROW_LANES + lane) // (LANES // 4)
-                row = token_block * 16 + local_row
-                block = local_row * blocks + column_block
-                present = (row < rows) & (column_block < blocks)
-                quantize_rows(
-                    first_row, block, present, row_factor, row_decode, row_key, row, column_block, out, scales,
-                    BF16, ROW, ROW_STOCHASTIC, ROW_LANES,
-                )  # fmt: skip
 
 
 @triton.jit

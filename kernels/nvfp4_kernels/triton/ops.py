@@ -13,9 +13,7 @@ from nvfp4_kernels.random_bits import CounterKey
 DTYPES = (torch.bfloat16, torch.float32)
 # No contraction of multiply and add: bits are a contract.
 OPTIONS = {"enable_fp_fusion": False}
-# Measured on an H200 (docs/results): lanes a program, blocks at a time row-wise, tiles a program, and the registers a
-# lane may take column-wise (more of them would leave too few lanes to hide latency).
-LANES, ROW_LANES, TILES, MAX_REGISTERS = 64, 128, 2, 128
+LANES = 64  # a program; the fastest of 32, 64, 128 and 256 on an H200
 
 Request = tuple[torch.Tensor, CounterKey | None, str]  # amax, key or None for nearest, output
 
@@ -144,14 +142,12 @@ def quantize(
         else:
             views = out[0].view(torch.int64), None
         halves += [amax, _key(key, x.device), *views]
-    across = -(-x.shape[1] // (4 * LANES))
-    _kernels().quantize_kernel[(across * -(-x.shape[0] // (BLOCK * TILES)),)](
+    _kernels().quantize_kernel[(_tiles(x.shape),)](
         _words(x), *x.shape, *halves,
         BF16=x.dtype == torch.bfloat16,
         ROW=_kind(rows), ROW_STOCHASTIC=bool(rows and rows[1]),
         COLUMN=_kind(columns), COLUMN_STOCHASTIC=bool(columns and columns[1]), SIGNS=_sign_bits(hadamard),
-        LANES=LANES, ROW_LANES=ROW_LANES, TILES=TILES, num_warps=LANES // 32, **OPTIONS,
-        **({} if columns is None else {"maxnreg": MAX_REGISTERS}),
+        LANES=LANES, num_warps=LANES // 32, **OPTIONS,
     )  # fmt: skip
     return tuple(results)
 
