@@ -1,3 +1,6 @@
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from nvfp4_kernels import CounterKey, philox4x32
@@ -19,6 +22,18 @@ KNOWN = [
 def test_philox_known_answers(counter, key, expected):
     out = philox4x32([torch.tensor(c) for c in counter], [torch.tensor(k) for k in key])
     assert [int(v) for v in out] == expected
+
+
+def test_the_known_answers_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text()
+    vectors = re.findall(r"^\| `([0-9a-f ]{35})` \| `([0-9a-f ]{17})` \| `([0-9a-f ]{35})` \|$", text, re.M)
+    assert [tuple([int(word, 16) for word in cell.split()] for cell in row) for row in vectors] == KNOWN
+    blocks = re.findall(r"^\| " + r"(\d+) \| " * 7 + r"`([0-9a-f]{32})` \|$", text, re.M)
+    assert len(blocks) == 5
+    for *fields, expected in blocks:
+        seed, step, microbatch, tensor, role, row, column = map(int, fields)
+        key = CounterKey(seed, step, microbatch, tensor, role, row_offset=row, col_offset=16 * column)
+        assert bytes(block_bytes(key, 1, 16)[0].tolist()).hex() == expected
 
 
 def test_element_i_takes_byte_i_of_its_blocks_own_call():
