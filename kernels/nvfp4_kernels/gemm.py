@@ -87,7 +87,8 @@ def _matmul_cpu(
 
 @contextlib.contextmanager
 def _bf16_matrix_units() -> Iterator[None]:
-    """Let fp32 products use the bf16 units: nothing is lost where every fp32 input is a bf16 number."""
+    """Allow fp32 products on the bf16 units where oneDNN has such a kernel (AMX has; AVX-512 computes in fp32): nothing is
+    lost, since every fp32 input here is a bf16 number."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "bf16" if cpu_has_bf16_matmul() else before

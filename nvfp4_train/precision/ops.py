@@ -22,7 +22,7 @@ from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
 from nvfp4_train.precision.recipe import LinearPlan
 
-# Where fp32 results are wanted, CPUs multiply fp32 operands on the bf16 units: the kernels write those directly.
+# Where fp32 results are wanted, CPUs multiply fp32 operands (gemm.py): the kernels write those directly.
 _WGRAD_OPERAND = {"cpu": "operand_fp32"}
 
 
