@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.precision.linear import Linear
 
+# On a CPU sequences of at most so many tokens are attended to in blocks of queries: longer ones would keep too many weights.
+BLOCKWISE_TOKENS, QUERY_BLOCK = 1024, 128
+
 
 class Attention(nn.Module):
     """Causal attention, softmax scale head_dim^-0.5.
@@ -31,8 +34,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] a token sees only its own document."""
         q, k, v = self._heads(x)
-        mask = None if seq_idx is None else (seq_idx[:, :, None] == seq_idx[:, None, :]).tril()[:, None]
-        return self._attend(q, k, v, mask, is_causal=mask is None)
+        blockwise = x.device.type == "cpu" and x.shape[1] <= BLOCKWISE_TOKENS
+        attend = _blockwise_attention if blockwise else _fused_attention
+        return self._project(attend(q, k, v, seq_idx))
 
     def new_cache(
         self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
@@ -46,16 +50,41 @@ class Attention(nn.Module):
         q, k, v = self._heads(x)
         cache["k"] = torch.cat((cache["k"], k), dim=2)
         cache["v"] = torch.cat((cache["v"], v), dim=2)
-        return self._attend(q, cache["k"], cache["v"])
+        grouped = self.heads != self.kv_heads
+        return self._project(F.scaled_dot_product_attention(q, cache["k"], cache["v"], enable_gqa=grouped))
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [B, heads, S, head_dim]."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
 
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
-    ) -> Tensor:
-        grouped = self.heads != self.kv_heads
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+    def _project(self, y: Tensor) -> Tensor:
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Causal attention by PyTorch's kernels. q [B, heads, S, D], k and v [B, kv_heads, S, D] -> [B, heads, S, D]."""
+    mask = None if seq_idx is None else (seq_idx[:, :, None] == seq_idx[:, None, :]).tril()[:, None]
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def _blockwise_attention(q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """The same in plain matrix products, in bf16 on a CPU twice as fast as PyTorch's fused kernel.
+
+    A block of queries meets the keys up to its end, so that few masked scores are computed. Scores are rounded to q's
+    dtype, the softmax is fp32 inside; autograd keeps the softmax's weights.
+    """
+    length = q.shape[2]
+    q = (q * q.shape[-1] ** -0.5).unflatten(1, (k.shape[1], -1))  # [B, kv_heads, heads a kv_head, S, D]
+    parts = []
+    for start in range(0, length, QUERY_BLOCK):
+        end = min(start + QUERY_BLOCK, length)
+        unseen = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
+        if seq_idx is not None:
+            unseen = unseen | (seq_idx[:, start:end, None] != seq_idx[:, None, :end])[:, None, None]
+        scores = q[:, :, :, start:end].flatten(2, 3) @ k[:, :, :end].transpose(-1, -2)
+        scores = scores.unflatten(2, (-1, end - start)).masked_fill(unseen, -torch.inf)
+        part = scores.softmax(-1).flatten(2, 3) @ v[:, :, :end]
+        parts.append(part.unflatten(2, (-1, end - start)))
+    return torch.cat(parts, dim=3).flatten(1, 2)

@@ -31,11 +31,9 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor | No
 def slice_loss(hidden: Tensor, weight: Tensor, targets: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
     """One slice: its summed loss, and the gradient with respect to its logits [t, V] in hidden's dtype."""
     acc = accumulation_dtype(hidden.dtype)
-    logits = (hidden @ weight.T).to(acc)
-    log_norm = logits.logsumexp(-1, keepdim=True)
-    picked = logits.gather(-1, targets[:, None])
-    loss = ((log_norm - picked)[:, 0] * keep).sum()
-    grad = (logits - log_norm).exp_()
+    log_probabilities = (hidden @ weight.T).log_softmax(-1, dtype=acc)
+    loss = -(log_probabilities.gather(-1, targets[:, None])[:, 0] * keep).sum()
+    grad = log_probabilities.exp_()
     grad.scatter_add_(-1, targets[:, None], grad.new_full((1, 1), -1.0).expand(len(targets), 1))
     return loss, (grad * keep[:, None]).to(hidden.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import psutil
@@ -10,6 +11,7 @@ import torch
 from nvfp4_train.errors import ConfigError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -26,6 +28,17 @@ def memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return min(psutil.virtual_memory().total, *_container_limits(), 1 << 62)
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep the memory of freed tensors for the next ones, where it can (glibc).
+
+    By default large ones go back to the system, and each step begins with pages that the kernel must clear again.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def describe(device: torch.device) -> str:

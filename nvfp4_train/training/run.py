@@ -59,6 +59,8 @@ def _launch(
     cfg: Config, overrides: Sequence[str], folder: RunFolder, console: Console, stop: StopRequest
 ) -> None:
     device = machine.resolve_device(cfg.device)
+    if device.type == "cpu":
+        machine.keep_freed_memory()
     start = resume.begin(folder, cfg, console.warning)
     if start.finished:
         tokens = start.checkpoint.tokens
