@@ -15,6 +15,8 @@ from nvfp4_train.config.load import compose_config
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.errors import DataError
 from nvfp4_train.training import run as run_module
+from nvfp4_train.training.metrics import read_metrics
+from nvfp4_train.training.run_folder import RunFolder
 from tests.tiny import TINY
 
 
@@ -194,3 +196,47 @@ def test_losses_that_are_not_finite_skip_the_update_and_then_stop_with_exit_code
     assert code == 76
     assert "recovery.max_consecutive_skips=3" in error
     assert "weights were left as they are" in (tmp_path / "run" / "console.log").read_text()
+
+
+def test_a_checkpoint_finds_every_step_up_to_its_own_in_the_metrics(tmp_path, text, monkeypatch):
+    save, missing = checkpoint.save, []
+
+    def checked(folder, step, *args, **kwargs):
+        written = [r["step"] for r in read_metrics(folder.parent / "metrics.jsonl")]
+        missing.extend(sorted(set(range(1, step + 1)) - set(written)))
+        return save(folder, step, *args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save", checked)
+    words = ["training.log_every=10", "training.validate_every=0", "checkpoint.every_steps=7"]
+    code, error = in_process(tmp_path, *TINY, f"data.source={text}", *words, "training.max_steps=16")
+    assert code == 0, error
+    assert missing == []
+
+
+def test_a_run_killed_after_its_last_checkpoint_finishes_with_the_same_command(tmp_path, text, monkeypatch):
+    def killed(self, step):
+        raise KeyboardInterrupt
+
+    words = [*TINY, f"data.source={text}", "training.max_steps=4"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "finish", killed)
+        assert in_process(tmp_path, *words)[0] == 130
+    code, error = in_process(tmp_path, *words)
+    assert code == 0, error
+    records = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [r["step"] for r in records if "event" not in r] == [1, 2, 3, 4]
+
+
+def test_a_budget_below_what_was_trained_already_ends_the_run(tmp_path, text, monkeypatch):
+    save = checkpoint.save
+
+    def saved_then_killed(*args, **kwargs):
+        save(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    words = [*TINY, f"data.source={text}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", saved_then_killed)
+        assert in_process(tmp_path, *words)[0] == 130
+    code, error = in_process(tmp_path, *words, "training.max_steps=5")  # the checkpoint is of step 7
+    assert code == 0, error

@@ -72,6 +72,8 @@ def more_tokens_command(overrides: Sequence[str], tokens: float) -> str:
 
 
 def _trained(steps: int, tokens: float, launch_tokens: float, launch_seconds: float) -> str:
+    if not launch_tokens:  # killed after its last checkpoint, or the budget was lowered
+        return f"{units.count(tokens)} tokens in {steps} steps, none of them in this launch"
     pace = f"{units.duration(launch_seconds)} ({units.rate(launch_tokens / launch_seconds)})"
     if launch_tokens == tokens:
         return f"{units.count(tokens)} tokens in {steps} steps, {pace}"

@@ -80,17 +80,19 @@ class Trainer:
                 self._step(loader)
                 step = self.state.step
                 last = step == self.total_steps
-                due = bool(training.validate_every) and step % training.validate_every == 0
-                if last or due or step % training.log_every == 0 or stop:
+                stopping = bool(stop)  # looked at once: a signal from here on waits for the next step
+                validates = last or (bool(training.validate_every) and step % training.validate_every == 0)
+                saves = last or stopping or step % self.cfg.checkpoint.every_steps == 0
+                if validates or saves or step % training.log_every == 0:
                     records = self._read_metrics(loader)
-                    if last or due:
+                    if validates:
                         records[-1].update(self._validate())
                         self._start_clock(loader)
                     self._publish(records)
-                if last or step % self.cfg.checkpoint.every_steps == 0 or stop:
+                if saves:
                     self._save()
                     self._start_clock(loader)
-                if stop and not last:
+                if stopping and not last:
                     raise StoppedBySignal(
                         f"stopped by {stop.signal.name} after step {step}, which is saved: run the same command to go on."
                     )

@@ -58,6 +58,11 @@ def test_a_resumed_launch_tells_its_own_pace():
     assert "1.20M tokens in 293 steps; this launch 600k in 1m 00s (10.0k tok/s)" in text
 
 
+def test_a_launch_that_found_nothing_left_to_train_says_so():
+    text = final_summary(**RUN | {"launch_tokens": 0, "launch_seconds": 0.0})
+    assert "1.20M tokens in 293 steps, none of them in this launch" in text
+
+
 @pytest.mark.parametrize("run_dir", ["runs/my run", "runs/it's", "runs/a=b"])
 def test_the_generate_command_can_be_pasted(run_dir):
     command = final_summary(**RUN | {"run_dir": run_dir}, prompt='if x == "[1, 2]":').splitlines()[-1]
