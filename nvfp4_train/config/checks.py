@@ -55,7 +55,8 @@ def check_optimizer(cfg: OptimizerConfig) -> None:
     one_of("optimizer.name", cfg.name, ["adamw"])
     if len(cfg.betas) != 2 or not all(0.0 <= beta < 1.0 for beta in cfg.betas):
         raise ConfigError(f"optimizer.betas={cfg.betas} must be two numbers from 0 up to, not including, 1.")
-    for name, value in {"lr": cfg.lr, "eps": cfg.eps, "weight_decay": cfg.weight_decay}.items():
+    positive(cfg, "optimizer", "eps")  # a gradient of zero divides by it alone
+    for name, value in {"lr": cfg.lr, "weight_decay": cfg.weight_decay}.items():
         if not 0.0 <= value < math.inf:
             raise ConfigError(f"optimizer.{name}={value:g} must be a number of at least 0.")
 

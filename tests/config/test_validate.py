@@ -122,6 +122,7 @@ def test_every_option_is_valid(group):
         ({"training.seed": 4294967296}, r"training\.seed=4294967296 must be below 2\^32"),
         ({"training.compile": "yes"}, r"training\.compile='yes' is unknown: choose auto, on, off"),
         ({"optimizer.name": "adam"}, r"optimizer\.name='adam' is unknown"),
+        ({"optimizer.eps": 0.0}, r"optimizer\.eps=0 must be a positive number"),
         ({"optimizer.betas": [0.9]}, r"optimizer\.betas=\[0\.9\] must be two numbers"),
         ({"optimizer.lr": 0}, r"optimizer\.lr=0 must be a positive"),
         (
