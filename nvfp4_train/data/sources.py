@@ -141,7 +141,9 @@ def _walk(root: Path, left_out: frozenset[str] = frozenset()) -> Iterator[Path]:
         folders[:] = [
             n for n in folders if not n.startswith(".") and n != "__pycache__" and n not in left_out
         ]
-        yield from (Path(folder, name) for name in names if not name.startswith("."))
+        paths = (Path(folder, name) for name in names if not name.startswith("."))
+        # Pipes and sockets would be waited for; a broken link stays, to be told by its name.
+        yield from (path for path in paths if path.is_file() or path.is_symlink())
 
 
 def _stat(paths: list[Path], base: Path) -> tuple[SourceFile, ...]:

@@ -57,7 +57,11 @@ def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:
     found = checkpoint.newest(folder.checkpoints, warn)
     changed = {}
     if found is not None:
-        changed = check_changes(folder.saved_config or {}, cfg, str(folder.path))
+        if folder.saved_config is None:
+            raise CheckpointError(
+                f"{folder.path} has checkpoints but no config.yaml: restore it, or set run_dir to a new folder"
+            )
+        changed = check_changes(folder.saved_config, cfg, str(folder.path))
         if folder.finished_step is not None and found.step >= total_steps(cfg.training):
             return Start(found, changed, finished=True)
     truncate_after(folder.metrics, found.step if found else -1)

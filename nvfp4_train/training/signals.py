@@ -48,4 +48,4 @@ class StopRequest:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         note = " (Ctrl-C again aborts at once)" if number == signal.SIGINT else ""
         # os.write: sys.stderr's buffer may be in the middle of a write that this handler interrupts
-        os.write(2, f"\n{self.signal.name}: saving after this step, then stopping{note}\n".encode())
+        os.write(2, f"\n{self.signal.name}: stopping as soon as the state is saved{note}\n".encode())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import sys
 import sysconfig
 from pathlib import Path
@@ -136,6 +137,15 @@ def test_the_offset_of_a_bad_byte_counts_from_the_start_of_a_file_read_in_parts(
     path.write_bytes(b"0123456\n" * 20_000 + b"\xff")
     with pytest.raises(DataError, match="0xff at offset 160000"):
         texts(path)
+
+
+def test_a_pipe_in_the_folder_is_passed_over_and_a_broken_link_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a\n")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert texts(tmp_path) == ["a\n"]
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match=r"link\.txt"):
+        texts(tmp_path)
 
 
 def test_missing_empty_and_foreign_sources_are_refused(tmp_path):

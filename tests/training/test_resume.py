@@ -137,3 +137,11 @@ def test_a_finished_run_is_told_and_untouched_until_the_budget_grows(folder, cfg
 def test_total_steps(cfg, max_tokens, max_steps, steps):
     cfg.training.max_tokens, cfg.training.max_steps = max_tokens, max_steps
     assert resume.total_steps(cfg.training) == steps
+
+
+def test_checkpoints_without_their_configuration_are_refused(folder, cfg):
+    resume.begin(folder, cfg, no_warning)
+    save(folder, 4)
+    (folder.path / "config.yaml").unlink()
+    with pytest.raises(CheckpointError, match=r"has checkpoints but no config\.yaml"):
+        resume.begin(folder, cfg, no_warning)
