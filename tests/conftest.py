@@ -53,7 +53,7 @@ class TinyRun:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory) -> TinyRun:
-    """A hybrid of 7 blocks in NVFP4 on a little real text, with a checkpoint at step 20. Not to be written to."""
+    """A hybrid of 5 blocks in NVFP4 on a little real text, with a checkpoint at step 20. Not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
     (root / "text").mkdir()
     for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:24]:
