@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import io
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -129,13 +130,18 @@ class Sample:
         self._limit = limit
         self._bytes = 0
         self._heap: list[tuple[int, bytes]] = []  # keys negated: the largest comes out first
+        self._end: float = math.inf  # the smallest key that had no room: nothing from it on is taken
 
     def add(self, key: int, data: bytes) -> None:
+        if key >= self._end:
+            return
         data = data[: self._limit // 16]  # no document is more than a small part of the sample
         heapq.heappush(self._heap, (-key, data))
         self._bytes += len(data)
-        while self._bytes > self._limit and len(self._heap) > 1:
-            self._bytes -= len(heapq.heappop(self._heap)[1])
+        while self._bytes > self._limit:
+            negated, dropped = heapq.heappop(self._heap)
+            self._bytes -= len(dropped)
+            self._end = -negated
 
     def remove(self, key: int) -> None:
         """Drop the texts of this key."""
