@@ -17,21 +17,10 @@ from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
 from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.run_folder import config_yaml
+from tests.tiny import TINY_MODEL
 
-_TINY = [
-    "model=quickstart",
-    "model.hidden_size=32",
-    "model.intermediate_size=64",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "model.head_dim=16",
-    "model.mamba_num_heads=2",
-    "model.mamba_head_dim=16",
-    "model.ssm_state_size=15",  # in_proj is 96 wide
-    "model.chunk_size=16",
-    "model.vocab_size=384",
+_RUN = [
     "training.max_tokens=1e5",
-    "training.seq_len=32",
     "training.global_batch_size=4",
     "training.micro_batch_size=4",
     "optimizer.lr=1e-3",
@@ -63,7 +52,7 @@ def tiny_run(tmp_path_factory) -> TinyRun:
         f"data.cache_dir={root / 'cache'}",
         "data.valid_fraction=0.2",
     ]
-    cfg = compose_config([*_TINY, *overrides, f"run_dir={root / 'run'}"])
+    cfg = compose_config([*TINY_MODEL, *_RUN, *overrides, f"run_dir={root / 'run'}"])
     dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, lambda line: None))
 
     model = HybridModel(cfg.model).requires_grad_(False)

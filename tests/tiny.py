@@ -1,10 +1,9 @@
-"""A run of a few seconds on one core, for tests of whole runs."""
+"""A model, and a run of it, of a few seconds on one core."""
 
 STEPS = 40
 CHECKPOINT_EVERY = 7
-TINY = [
+TINY_MODEL = [
     "model=quickstart",
-    "model.pattern=M-*-",
     "model.hidden_size=32",
     "model.intermediate_size=64",
     "model.num_attention_heads=2",
@@ -12,11 +11,15 @@ TINY = [
     "model.head_dim=16",
     "model.mamba_num_heads=2",
     "model.mamba_head_dim=16",
-    "model.ssm_state_size=15",
+    "model.ssm_state_size=15",  # in_proj is 96 wide
     "model.chunk_size=16",
     "model.vocab_size=384",
-    f"training.max_tokens={STEPS * 8 * 32}",
     "training.seq_len=32",
+]
+TINY = [
+    *TINY_MODEL,
+    "model.pattern=M-*-",
+    f"training.max_tokens={STEPS * 8 * 32}",
     "training.global_batch_size=8",
     "training.micro_batch_size=4",
     "training.log_every=1",

@@ -9,6 +9,8 @@ from typing import Any
 from nvfp4_train.config.schema import ClippingConfig, OptimizerConfig
 from nvfp4_train.errors import ConfigError
 
+BLOCKS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}  # what a letter of model.pattern stands for
+
 
 def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from nvfp4_train.config.blocking import check_blocking
-from nvfp4_train.config.checks import at_least, check_clipping, check_optimizer, divides, one_of, positive
+from nvfp4_train.config.checks import (
+    BLOCKS,
+    at_least,
+    check_clipping,
+    check_optimizer,
+    divides,
+    one_of,
+    positive,
+)
 from nvfp4_train.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.precision.recipe import check_rules
 from nvfp4_train.training.schedule import build_schedule
-
-BLOCKS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}
 
 
 def validate(cfg: Config) -> None:

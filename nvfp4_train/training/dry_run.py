@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from nvfp4_kernels import backend_report
 
 from nvfp4_train import units
+from nvfp4_train.config.checks import BLOCKS
 from nvfp4_train.config.schema import Config
-from nvfp4_train.config.validate import BLOCKS
 from nvfp4_train.model.flops import flops_per_token, linear_layers, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan, phases_of, plan_for

@@ -23,6 +23,7 @@ from nvfp4_train.errors import CheckpointError
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
 from nvfp4_train.training.machine import resolve_device
+from nvfp4_train.training.memory import compute_dtype
 
 TOKENIZER = "tokenizer.model"  # in the run folder, so that a run can be used where its data is not
 
@@ -67,8 +68,7 @@ def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> Train
     tokenizer = _load_tokenizer(folder)
     one_of("device", device, ["auto", "cpu", "cuda"])
     target = resolve_device(device)
-    dtype = torch.float32 if cfg.precision.name == "fp32" else torch.bfloat16
-    model = HybridModel(cfg.model, target, dtype).requires_grad_(False)
+    model = HybridModel(cfg.model, target, compute_dtype(cfg)).requires_grad_(False)
     checkpoint.load(found, {"model": dict(model.named_parameters())})
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(found.tokens / cfg.training.max_tokens)

@@ -74,7 +74,6 @@ def _launch(
     stop.check("while the text was prepared")
 
     model = HybridModel(cfg.model, device, compute_dtype(cfg))
-    initialize_(model, cfg.training.seed)
     state = TrainState(
         model,
         build_optimizer(model, cfg.optimizer),
@@ -83,7 +82,9 @@ def _launch(
         cfg.training.seed,
         dataset.hash,
     )
-    if start.checkpoint is not None:
+    if start.checkpoint is None:
+        initialize_(model, cfg.training.seed)
+    else:
         state.restore(start.checkpoint)
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(state.tokens / cfg.training.max_tokens)

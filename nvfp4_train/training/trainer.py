@@ -58,7 +58,6 @@ class Trainer:
         self.launch_tokens = 0
         self._flops_per_token = flops_per_token(cfg.model, cfg.training.seq_len)
         self._metrics = DeviceMetrics()
-        self._checkpoint_step = state.step
 
     def train(self, stop: StopRequest) -> None:
         """Run to the last step, which is validated and saved.
@@ -162,8 +161,6 @@ class Trainer:
 
     def _save(self) -> None:
         state, cfg = self.state, self.cfg.checkpoint
-        if state.step == self._checkpoint_step:
-            return
         self.writer.sync()
         checkpoint.save(
             self.folder.checkpoints,
@@ -174,7 +171,6 @@ class Trainer:
             keep_last=cfg.keep_last,
             keep_every=cfg.keep_every,
         )
-        self._checkpoint_step = state.step
 
     def _total_tokens(self) -> float:
         return self.total_steps * self.cfg.training.global_batch_size * self.cfg.training.seq_len
