@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import os
 import pathlib
 from dataclasses import dataclass
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +20,11 @@ from nvfp4_train.precision import PrecisionRuntime, apply_recipe
 from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.run_folder import config_yaml
 from tests.tiny import TINY_MODEL
+
+# The same cases on every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=explore draws new ones.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("explore", derandomize=False, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 _RUN = [
     "training.max_tokens=1e5",
