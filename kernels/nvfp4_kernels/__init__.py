@@ -3,6 +3,7 @@
 from nvfp4_kernels.format import BLOCK, QuantizedTensor, tensor_scale
 from nvfp4_kernels.gemm import gemm
 from nvfp4_kernels.hadamard import SIGNS, hadamard16
+from nvfp4_kernels.health import quantization_sums
 from nvfp4_kernels.quantize import amax, backend_report, expand_operand, quantize, quantize_rows_and_columns
 from nvfp4_kernels.random_bits import ROLE_COLUMNS, ROLE_ROWS, CounterKey, philox4x32
 
@@ -19,6 +20,7 @@ __all__ = [
     "gemm",
     "hadamard16",
     "philox4x32",
+    "quantization_sums",
     "quantize",
     "quantize_rows_and_columns",
     "tensor_scale",

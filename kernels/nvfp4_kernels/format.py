@@ -73,6 +73,14 @@ class QuantizedTensor:
         """fp32(e2m1 * scale), exact, times g = fp32(amax / 2688), then one cast to `dtype`."""
         return (self.operand(torch.float32) * tensor_scale(self.amax)).to(dtype)
 
+    def rows(self, part: slice) -> QuantizedTensor:
+        """Some of the rows."""
+        return QuantizedTensor(self.codes[part], self.scales[part], self.amax, self.block)
+
+    def limit(self) -> torch.Tensor:
+        """The largest magnitude that each element's block can hold, fp32 [rows, cols]."""
+        return (self.scales.float() * (E2M1_MAX * tensor_scale(self.amax))).repeat_interleave(BLOCK, dim=1)
+
     def transposed(self) -> QuantizedTensor:
         """The same numbers as [cols, rows] (16x16 blocks only: their codes serve both orientations)."""
         if self.block != (16, 16):

@@ -15,11 +15,13 @@ from nvfp4_kernels import (
     CounterKey,
     QuantizedTensor,
     amax,
+    hadamard16,
     quantize,
     quantize_rows_and_columns,
 )
 from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
+from nvfp4_train.precision import health
 from nvfp4_train.precision.recipe import LinearPlan
 
 # Where fp32 results are wanted, CPUs multiply fp32 operands (gemm.py): the kernels write those directly.
@@ -29,6 +31,26 @@ _WGRAD_OPERAND = {"cpu": "operand_fp32"}
 def _key(rng: torch.Tensor, role: int) -> CounterKey:
     """rng: int64 [4] = seed, step, micro-batch, tensor."""
     return CounterKey(rng[0], rng[1], rng[2], rng[3], role)
+
+
+def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
+    """Tell the active health recorder what quantizing loses. operands: {name: x, dy or the master weight}."""
+    for operand, x in operands.items():
+        if operand not in plan.quantized:
+            continue
+        x = x.to(torch.bfloat16)
+        turned = operand.startswith("wgrad") or operand == "dgrad.weight"
+        matrix = x.t().contiguous() if turned else x
+        if operand.startswith("wgrad") and plan.rotates_wgrad:
+            matrix = hadamard16(matrix)
+        key = None
+        if operand.endswith("grad") and plan.stochastic_gradients:
+            key = _key(rng, ROLE_COLUMNS if turned else ROLE_ROWS)
+        square = operand.endswith("weight") and plan.square_weights
+        q = quantize(
+            matrix, (BLOCK, BLOCK) if square else (1, BLOCK), "stochastic" if key else "nearest", key=key
+        )
+        health.active.add(rng, operand, matrix, q)
 
 
 @torch.library.custom_op("nvfp4_train::linear", mutates_args=())
@@ -68,6 +90,9 @@ def linear(
             codes, scales = columns.codes, columns.scales.view(torch.uint8)
     alpha = _alpha(plan, {"fprop.input": rows.amax if quantizes else None, "fprop.weight": weight_amax})
     y = scaled_matmul(rows.operand() if quantizes else x, fprop_weight, alpha, torch.bfloat16)
+    if health.active is not None:
+        backward = {"wgrad.input": x, "dgrad.weight": weight} if training else {}
+        _record(plan, rng, {"fprop.input": x, "fprop.weight": weight, **backward})
     return y, codes, scales, column_amax
 
 
@@ -132,6 +157,8 @@ def linear_backward(
         alpha,
         torch.float32,
     )
+    if health.active is not None:
+        _record(plan, rng, {"dgrad.grad": dy, "wgrad.grad": dy})
     return dx, dw
 
 

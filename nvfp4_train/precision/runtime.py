@@ -11,6 +11,7 @@ from nvfp4_kernels import backend_report
 from torch import nn
 
 from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.precision import health
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan, check_rules, phase_at, plan_for
 
@@ -34,6 +35,7 @@ class PrecisionRuntime:
         self.counters[:, SEED] = seed & 0xFFFFFFFF
         self.counters[:, TENSOR] = torch.arange(len(self.linears), device=device)
         self.phase: str | None = None
+        self._recorder: health.HealthRecorder | None = None
         self.set_phase(0.0)
 
     def set_phase(self, progress: float) -> bool:
@@ -67,6 +69,27 @@ class PrecisionRuntime:
             yield
         finally:
             self._adopt({name: self._plan(name) for name in self.linears})
+
+    @contextlib.contextmanager
+    def recording_health(self) -> Iterator[None]:
+        """Record inside, anew, what quantization does to every operand: around a training step, every n steps.
+
+        Each operand is quantized once more, so such a step takes longer; its results are the same bits. No host sync.
+        """
+        self._recorder = health.active = health.HealthRecorder(len(self.linears), self.counters.device)
+        try:
+            yield
+        finally:
+            health.active = None
+
+    def health(self) -> dict[str, torch.Tensor]:
+        """`health/LAYER/{forward,dgrad,wgrad}/{sqnr_db,underflow,saturation}` of the last recording, as device scalars.
+
+        Empty before the first; NaN for a GEMM that did not run inside (backward ones in a validation).
+        """
+        if self._recorder is None:
+            return {}
+        return self._recorder.metrics(list(self.linears), [m.plan.quantized for m in self.linears.values()])
 
     def summary(self) -> str:
         """One line for the log: how many layers are quantized, where the arithmetic runs and why."""
