@@ -34,6 +34,11 @@ def main(argv: list[str]) -> None:
     run = inference.load_run(
         options.run, options.device, warn=lambda text: print(f"WARNING  {text}", file=sys.stderr)
     )
+    if options.data is None and run.checkpoint is None:
+        raise ConfigError(
+            f"run={options.run} is no run of this program, so nothing says which text was held out: give one with "
+            "data=FILE_OR_FOLDER."
+        )
     if options.data is None:
         text = evaluation.held_out_text(run, report=lambda line: print(line, file=sys.stderr))
     else:

@@ -1,4 +1,4 @@
-"""A trained model out of a run folder, computing as it was trained."""
+"""A trained model out of a run folder, computing as it was trained; or out of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,45 +15,72 @@ from omegaconf.errors import OmegaConfBaseException
 from nvfp4_train import units
 from nvfp4_train.atomic import atomic_open
 from nvfp4_train.config.checks import one_of
-from nvfp4_train.config.schema import Config
+from nvfp4_train.config.schema import Config, PrecisionConfig, TrainingConfig
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.checkpoint import Checkpoint
-from nvfp4_train.errors import CheckpointError
+from nvfp4_train.errors import CheckpointError, ConfigError
+from nvfp4_train.interop import nemotron_h
+from nvfp4_train.interop.weights import (
+    WeightSource,
+    checkpoint_weights,
+    hugging_face_weights,
+    load_weights_,
+)
+from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.model.hybrid import HybridModel
-from nvfp4_train.precision import PrecisionRuntime, apply_recipe
+from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, plan_for
+from nvfp4_train.precision.recipe import phase_at
 from nvfp4_train.training.machine import resolve_device
 from nvfp4_train.training.memory import compute_dtype
 
-TOKENIZER = "tokenizer.model"  # in the run folder, so that a run can be used where its data is not
+TOKENIZER = "tokenizer.model"  # in the folder, so that a model can be used where its data is not
+MAX_WINDOW = 8192  # tokens of a Hugging Face model's text that are measured in one go
 
 
 @dataclass(frozen=True)
-class TrainedRun:
-    """A run's newest checkpoint, ready for inference."""
+class OpenedModel:
+    """A run's checkpoint, or a model in Hugging Face's layout, before its weights are in memory."""
 
     path: Path
     cfg: Config
-    checkpoint: Checkpoint
-    model: HybridModel
-    precision: PrecisionRuntime
+    checkpoint: Checkpoint | None  # None: not a run of ours
     tokenizer: Tokenizer
-    device: torch.device
+    weights: WeightSource
 
     @property
     def title(self) -> str:
         """runs/quickstart, step 293 (1.20M tokens)."""
+        if self.checkpoint is None:
+            return str(self.path)
         return f"{self.path}, step {self.checkpoint.step} ({units.count(self.checkpoint.tokens)} tokens)"
 
+    @property
+    def progress(self) -> float:
+        """Share of the run's tokens that the checkpoint has seen."""
+        return self.checkpoint.tokens / self.cfg.training.max_tokens if self.checkpoint else 0.0
 
-def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> TrainedRun:
-    """The run in the folder `run` at its newest whole checkpoint (or at the one that `run` itself is).
 
-    `device` is auto, cpu or cuda. The precision is that of the training phase that the checkpoint is in, so the
-    forward pass is the one that was trained. Nothing is written, and a trainer may be at work in the folder.
-    Raises CheckpointError with one sentence for what is missing, damaged or foreign.
+@dataclass(frozen=True)
+class TrainedRun(OpenedModel):
+    """The same with its weights, ready for inference."""
+
+    model: HybridModel
+    precision: PrecisionRuntime
+    device: torch.device
+
+
+def open_model(run: str | Path, warn: Callable[[str], None]) -> OpenedModel:
+    """The run in the folder `run` at its newest whole checkpoint (or at the one that `run` itself is), or the Hugging
+    Face model in it.
+
+    Nothing is written, and a trainer may be at work in the folder. Raises CheckpointError with one sentence for what is
+    missing, damaged or foreign.
     """
     path = Path(run).expanduser()
+    if nemotron_h.is_hugging_face(path):
+        cfg = hugging_face_run_config(path)
+        return OpenedModel(path, cfg, None, _load_tokenizer(path), hugging_face_weights(path, cfg.model))
     folder = path.parent.parent if path.parent.name == "checkpoints" else path
     cfg = load_config(folder)
     found = (
@@ -65,14 +92,57 @@ def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> Train
         raise CheckpointError(
             f"run={run} holds no checkpoint yet: let it train until its first one is saved."
         )
-    tokenizer = _load_tokenizer(folder)
+    return OpenedModel(folder, cfg, found, _load_tokenizer(folder), checkpoint_weights(found, cfg.model))
+
+
+def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> TrainedRun:
+    """What `open_model` finds, with its weights on `device` (auto, cpu or cuda).
+
+    The precision is that of the training phase that the checkpoint is in, so the forward pass is the one that was
+    trained; of a Hugging Face folder that of its configuration's dtype. Raises as `open_model` does.
+    """
+    opened = open_model(run, warn)
+    cfg, found = opened.cfg, opened.checkpoint
     one_of("device", device, ["auto", "cpu", "cuda"])
     target = resolve_device(device)
     model = HybridModel(cfg.model, target, compute_dtype(cfg)).requires_grad_(False)
-    checkpoint.load(found, {"model": dict(model.named_parameters())})
+    if found is not None:
+        checkpoint.load(found, {"model": dict(model.named_parameters())})
+    else:
+        load_weights_(model, opened.weights)
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
-    precision.set_phase(found.tokens / cfg.training.max_tokens)
-    return TrainedRun(folder, cfg, found, model.eval(), precision, tokenizer, target)
+    precision.set_phase(opened.progress)
+    return TrainedRun(**vars(opened), model=model.eval(), precision=precision, device=target)
+
+
+def inference_plans(opened: OpenedModel) -> dict[str, LinearPlan]:
+    """{linear layer: plan} in the phase that the checkpoint is in. Raises ConfigError when no weight is in NVFP4."""
+    cfg, n_blocks = opened.cfg, len(opened.cfg.model.pattern)
+    phase = phase_at(cfg.precision, opened.progress)
+    plans = {
+        layer.name: plan_for(cfg.precision, layer.name, layer.block, n_blocks, phase)
+        for layer in linear_layers(cfg.model)
+    }
+    if not any("fprop.weight" in plan.quantized for plan in plans.values()):
+        raise ConfigError(
+            f"run={opened.path} has no weight in NVFP4 (precision {cfg.precision.name}, phase {phase!r}), so there are "
+            "no codes to write: use format=hf, or a checkpoint from a phase in NVFP4."
+        )
+    return plans
+
+
+def hugging_face_run_config(folder: Path) -> Config:
+    """A configuration with which a Hugging Face folder can be used as a run. Raises CheckpointError."""
+    theirs = nemotron_h.read_config(folder)
+    fp32 = (theirs.get("dtype") or theirs.get("torch_dtype")) == "float32"
+    window = min(int(theirs.get("max_position_embeddings") or MAX_WINDOW), MAX_WINDOW)
+    return Config(
+        run_dir=str(folder),
+        experiment=folder.name,
+        model=nemotron_h.model_config(theirs, folder.name),
+        precision=PrecisionConfig(name="fp32" if fp32 else "bf16"),
+        training=TrainingConfig(seq_len=window, micro_batch_size=1, global_batch_size=1),
+    )
 
 
 def load_config(folder: Path) -> Config:
@@ -87,7 +157,8 @@ def load_config(folder: Path) -> Config:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
     except FileNotFoundError:
         raise CheckpointError(
-            f"run={folder} is no run folder (it has no config.yaml): give one, such as runs/quickstart."
+            f"run={folder} is no run folder (it has no config.yaml), and no Hugging Face model (no config.json): give "
+            "one of these, such as runs/quickstart."
         ) from None
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
