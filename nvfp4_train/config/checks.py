@@ -65,10 +65,17 @@ def check_optimizer(cfg: OptimizerConfig) -> None:
 
 def check_clipping(cfg: ClippingConfig) -> None:
     """Raise ConfigError for a value that gradient clipping cannot work with."""
-    one_of("clipping.name", cfg.name, ["adaptive", "fixed"])
+    one_of("clipping.name", cfg.name, ["adaptive", "fixed", "zclip", "adagc"])
     positive(cfg, "clipping", "baseline", "initial_ratio", "target_ratio")
     at_least(cfg, "clipping", 1, "raise_after", "warn_after", "average_steps", unit="step")
-    if not 1.0 <= cfg.raise_factor < math.inf:
-        raise ConfigError(f"clipping.raise_factor={cfg.raise_factor:g} must be at least 1.")
+    at_least(cfg, "clipping", 2, "zclip_warmup", unit="steps")
+    at_least(cfg, "clipping", 1, "adagc_warmup", unit="step")
+    positive(cfg, "clipping", "zclip_z")
+    for name in ("raise_factor", "adagc_ratio"):
+        if not 1.0 <= getattr(cfg, name) < math.inf:
+            raise ConfigError(f"clipping.{name}={getattr(cfg, name):g} must be at least 1.")
+    for name in ("zclip_alpha", "adagc_beta"):
+        if not 0.0 < getattr(cfg, name) < 1.0:
+            raise ConfigError(f"clipping.{name}={getattr(cfg, name):g} must lie between 0 and 1.")
     if not cfg.tolerance >= 0.0:
         raise ConfigError(f"clipping.tolerance={cfg.tolerance:g} must be at least 0.")

@@ -7,7 +7,6 @@ Values that depend on each other are checked in `nvfp4_train.config.validate`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from omegaconf import MISSING
 
@@ -116,7 +115,7 @@ class ScheduleConfig:
 
 @dataclass
 class ClippingConfig:
-    name: str = MISSING  # adaptive | fixed
+    name: str = MISSING  # adaptive | fixed | zclip | adagc
     baseline: float = 1.0  # the BF16 run's threshold
     initial_ratio: float = 0.65  # adaptive: threshold starts at initial_ratio x baseline
     raise_after: int = 100  # adaptive: consecutive clipped steps ...
@@ -125,12 +124,64 @@ class ClippingConfig:
     tolerance: float = 0.3  # a warning when it stays further off than this ...
     warn_after: int = 200  # ... for so many steps
     average_steps: int = 100
+    zclip_z: float = 2.5  # zclip: deviations above the average from which a norm is pulled back
+    zclip_alpha: float = 0.97  # zclip: weight of the past in average and variance
+    zclip_warmup: int = 25  # zclip: steps under the baseline alone, which start them
+    adagc_ratio: float = 1.05  # adagc: a tensor's gradient, at most so many times its average norm
+    adagc_beta: float = 0.98  # adagc: weight of the past in that average
+    adagc_warmup: int = 100  # adagc: steps of global clipping to the baseline
 
 
 @dataclass
 class RecoveryConfig:
-    name: str = MISSING  # skip_nonfinite
-    max_consecutive_skips: int = 50  # then stop with exit code 76
+    """What happens when loss or gradients go wrong: docs/recipes.md. Steps are optimizer steps."""
+
+    name: str = MISSING  # auto | skip_nonfinite | off
+    max_consecutive_skips: int = 50  # skip_nonfinite: then stop with exit code 76
+    # Detection
+    window: int = (
+        100  # accepted steps that a step is compared with; nothing stands out until there are so many
+    )
+    sigmas: float = 3.0  # standard deviations above their average that make an exceedance ...
+    skip_sigmas: float = 6.0  # ... and those from which the step's update is skipped (auto)
+    loss_floor: float = 0.005  # least standard deviation of the loss, as share of its average
+    norm_floor: float = 0.1  # least standard deviation of the gradient norm's logarithm
+    confirm: int = 5  # exceedances ...
+    confirm_within: int = 10  # ... among so many steps that are a spike
+    slow_window: int = 500  # steps of the long average of the loss ...
+    slow_rise: float = 0.03  # ... and the share by which it may rise above its lowest
+    health_jump: float = 0.1  # rise of a layer's underflow or saturation that is an alarm
+    # Recovery (auto)
+    snapshot_every: int = 100  # steps between copies of the state to host memory
+    snapshots: int = 2  # copies kept
+    skip_margin: int = 10  # batches stepped over before the onset of a spike, and after it was found
+    max_rollbacks: int = 3  # in one stretch of trouble; then stop with exit code 76
+    forget_after: int = 1000  # steps without a spike after which trouble counts as over
+    careful_steps: int = 200  # second rewind and later: steps with ...
+    careful_lr: float = 0.5  # ... the learning rate times this, and ...
+    careful_bf16: str = (
+        "all"  # ... these layers in BF16: all | worst:N (by their signal-to-noise ratio) | none
+    )
+    read_retries: int = 3  # times that a batch which cannot be read is tried again, after 1, 2, 4 ... seconds
+    hang_seconds: float | None = (
+        1800.0  # a step that takes longer (auto): stop with exit code 76; null: wait forever
+    )
+
+
+@dataclass
+class FaultConfig:
+    """A fault to rehearse recovery with."""
+
+    kind: str = (
+        MISSING  # repeated_tokens | random_tokens | gradient | nan | bit_flip | lr | read_error | stuck
+    )
+    step: int = MISSING  # the first step (from 1) that it strikes; of data faults: the first batch
+    steps: int = 1  # so many steps or batches from there
+    rank: int | None = None  # null: all ranks (bit_flip, nan, stuck: rank 0)
+    factor: float = 1e3  # gradient: of the gradients; lr: of the learning rate
+    tensor: str = "*"  # bit_flip: glob on the parameter's name; its first match is hit
+    bit: int = 30  # bit_flip: of the fp32 weight; 30 is the exponent's highest
+    repeat: bool = False  # strikes again when the run has rewound and comes by once more
 
 
 @dataclass
@@ -195,4 +246,4 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     experiment: str = ""
-    faults: list[Any] = field(default_factory=list)
+    faults: list[FaultConfig] = field(default_factory=list)

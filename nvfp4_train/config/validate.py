@@ -42,7 +42,7 @@ def _check_choices(cfg: Config) -> None:
     one_of("device", cfg.device, ["auto", "cpu", "cuda"])
     one_of("precision.name", cfg.precision.name, ["nvfp4", "bf16", "fp32"])
     one_of("precision.backend", cfg.precision.backend, ["auto", "emulated"])
-    one_of("recovery.name", cfg.recovery.name, ["skip_nonfinite"])
+    one_of("recovery.name", cfg.recovery.name, ["auto", "skip_nonfinite", "off"])
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])

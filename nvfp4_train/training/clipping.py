@@ -1,4 +1,4 @@
-"""Gradient clipping by the global norm, with a fixed threshold or one that adapts (docs/recipes.md).
+"""Gradient clipping by the global norm, with a fixed threshold or one that adapts, or tensor by tensor (docs/recipes.md).
 
 Norms, thresholds and counters are scalars on the device, where all decisions are taken: the host reads them
 only when it logs.
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nvfp4_train.config.checks import check_clipping
 from nvfp4_train.config.schema import ClippingConfig
@@ -32,9 +33,8 @@ class FixedClipper:
 
     def __init__(self, cfg: ClippingConfig, device: torch.device | str) -> None:
         self.cfg = cfg
-        self.threshold = torch.tensor(
-            cfg.baseline * self._initial_ratio(), dtype=torch.float32, device=device
-        )
+        first = cfg.baseline * self._initial_ratio()
+        self.threshold = torch.tensor(first, dtype=torch.float32, device=device)
         self.clipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self.average_norm = torch.zeros((), dtype=torch.float32, device=device)
         self.accepted_steps = torch.zeros((), dtype=torch.int64, device=device)
@@ -42,32 +42,38 @@ class FixedClipper:
         self._metrics: dict[str, Tensor] = {}
         self._warned = False
 
+    def clip(self, parameters: Iterable[nn.Parameter], norm: Tensor, accepted: Tensor) -> Tensor:
+        """`update`, for rules that also want the gradients (in place): the factor that is left for all of them."""
+        return self.update(norm, accepted)
+
     @torch.no_grad()
-    def update(self, norm: Tensor, finite: Tensor) -> Tensor:
+    def update(self, norm: Tensor, accepted: Tensor) -> Tensor:
         """Take in one step's gradient norm; returns the factor for its gradients, min(1, threshold / norm).
 
-        `norm`, `finite` (0 or 1) and the result are float32 scalars on the clipper's device. A step that is
-        not finite changes no state, and its factor is 1.
+        `norm`, `accepted` (0 or 1) and the result are float32 scalars on the clipper's device. A step whose update is
+        skipped changes no state, and its factor is 1.
         """
-        accepted = finite.bool()
-        clipped = norm > self.threshold
-        coefficient = (self.threshold / norm).clamp(max=1.0)
+        accepted = accepted.bool()
+        used = self._used_threshold(norm)
+        clipped = norm > used
+        coefficient = (used / norm).clamp(max=1.0)
 
         steps = self.accepted_steps + 1
         # The mean of all norms until there are enough for the exponential average, so no start-up bias.
         weight = (1.0 / steps).clamp(min=2.0 / (self.cfg.average_steps + 1))
         average = self.average_norm + (norm - self.average_norm) * weight
         self.average_norm = torch.where(accepted, average, self.average_norm)
-        average_ratio = self.average_norm / self.threshold
+        average_ratio = self.average_norm / used
         off_target = (average_ratio - self.cfg.target_ratio).abs() > self.cfg.tolerance
         self._metrics = {
-            "clip_threshold": self.threshold,
-            "clip_ratio": norm / self.threshold,
+            "clip_threshold": used,
+            "clip_ratio": norm / used,
             "clip_average_ratio": average_ratio,
         }
 
         in_a_row = (self.clipped_in_a_row + 1) * clipped
         threshold, in_a_row = self._next_threshold(in_a_row)
+        self._take_in(torch.minimum(norm, used), accepted)
         self.threshold = torch.where(accepted, threshold, self.threshold)
         self.clipped_in_a_row = torch.where(accepted, in_a_row, self.clipped_in_a_row)
         off_steps = (self.off_target_steps + 1) * off_target
@@ -122,6 +128,13 @@ class FixedClipper:
     def _initial_ratio(self) -> float:
         return 1.0
 
+    def _used_threshold(self, norm: Tensor) -> Tensor:
+        """The threshold for a step of this norm."""
+        return self.threshold
+
+    def _take_in(self, clipped_norm: Tensor, accepted: Tensor) -> None:
+        """Further state of a rule; it must stay as it is where `accepted` (bool) is not set."""
+
     def _next_threshold(self, in_a_row: Tensor) -> tuple[Tensor, Tensor]:
         """The next step's threshold and count of clipped steps, given the count with this step in it."""
         return self.threshold, in_a_row
@@ -139,7 +152,96 @@ class AdaptiveClipper(FixedClipper):
         return threshold, torch.where(raised, 0, in_a_row)
 
 
-def build_clipper(cfg: ClippingConfig, device: torch.device | str) -> FixedClipper:
-    """The clipper that `cfg` names, with its state on `device`. Raises ConfigError on impossible values."""
+class ZClipper(FixedClipper):
+    """ZClip (arXiv 2504.02507): a norm that stands out from the average of the clipped norms is pulled back towards it.
+
+    With mean m and deviation s of the norms so far (exponential averages, weight 1 - `zclip_alpha` for the newest) and
+    z = (norm - m) / s, the threshold of a step with z > `zclip_z` is m + s x zclip_z^2 / z ("reciprocal"), so that larger
+    outliers are clipped harder. Never above `baseline`, which alone holds for the first `zclip_warmup` steps, whose mean and
+    variance start the averages.
+    """
+
+    _STATE = (*FixedClipper._STATE, "mean", "variance")
+
+    def __init__(self, cfg: ClippingConfig, device: torch.device | str) -> None:
+        super().__init__(cfg, device)
+        self.mean = torch.zeros((), dtype=torch.float32, device=device)
+        self.variance = torch.zeros((), dtype=torch.float32, device=device)
+
+    def _used_threshold(self, norm: Tensor) -> Tensor:
+        deviation = self.variance.sqrt() + 1e-6
+        z = (norm - self.mean) / deviation
+        pulled = self.mean + deviation * self.cfg.zclip_z**2 / z
+        stands_out = (self.accepted_steps >= self.cfg.zclip_warmup) & (z > self.cfg.zclip_z)
+        return torch.where(stands_out, torch.minimum(pulled, self.threshold), self.threshold)
+
+    def _take_in(self, clipped_norm: Tensor, accepted: Tensor) -> None:
+        n = self.accepted_steps + 1
+        difference = clipped_norm - self.mean
+        # Welford's running mean and variance during warm-up, exponential averages after it.
+        warming = n <= self.cfg.zclip_warmup
+        weight = torch.where(warming, 1.0 / n, 1.0 - self.cfg.zclip_alpha)
+        mean = self.mean + weight * difference
+        square = torch.where(warming, difference * (clipped_norm - mean), (clipped_norm - mean).square())
+        variance = self.variance + weight * (square - self.variance)
+        self.mean = torch.where(accepted, mean, self.mean)
+        self.variance = torch.where(accepted, variance, self.variance)
+
+
+class AdaptiveTensorClipper(FixedClipper):
+    """AdaGC (arXiv 2502.11034): each tensor's gradient is clipped to `adagc_ratio` x the average of its own clipped norms.
+
+    For the first `adagc_warmup` steps the global norm is clipped to `baseline`, and a tensor has as average the least of its
+    clipped norms; then the average moves by 1 - `adagc_beta` a step. A norm of zero doesn't count (a tensor behind weights
+    that start at zero has no gradient at first, and an average of zero would keep it so).
+
+    Costs a second read of the gradients (their norms) and a write; the metrics' threshold is the largest global norm
+    that can pass, adagc_ratio x |averages|.
+    """
+
+    _STATE = (*FixedClipper._STATE, "tensor_norms")
+
+    def __init__(self, cfg: ClippingConfig, device: torch.device | str, tensors: int) -> None:
+        super().__init__(cfg, device)
+        self.tensor_norms = torch.full((tensors,), torch.inf, dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def clip(self, parameters: Iterable[nn.Parameter], norm: Tensor, accepted: Tensor) -> Tensor:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms = torch.stack([_whole(n) for n in torch._foreach_norm(gradients)]).float()
+        warming = self.accepted_steps < self.cfg.adagc_warmup
+        limits = self.cfg.adagc_ratio * self.tensor_norms
+        exceeds = ~warming & (norms > limits)
+        factors = torch.where(exceeds & accepted.bool(), limits / norms, 1.0)
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        torch._foreach_mul_(local, list(factors.unbind()))
+        coefficient = self.update(norm, accepted)
+
+        clipped = torch.where(warming, norms * coefficient, norms * factors)
+        lowest = torch.minimum(self.tensor_norms, clipped)
+        moved = self.tensor_norms + (1.0 - self.cfg.adagc_beta) * (clipped - self.tensor_norms)
+        moved = torch.where(self.tensor_norms.isinf(), clipped, moved)  # its first gradient since the start
+        averages = torch.where(norms > 0, torch.where(warming, lowest, moved), self.tensor_norms)
+        self.tensor_norms = torch.where(accepted.bool(), averages, self.tensor_norms)
+        return torch.where(warming, coefficient, 1.0)
+
+    def _used_threshold(self, norm: Tensor) -> Tensor:
+        finite = torch.where(self.tensor_norms.isinf(), 0.0, self.tensor_norms)
+        largest = self.cfg.adagc_ratio * torch.linalg.vector_norm(finite)
+        return torch.where(self.accepted_steps < self.cfg.adagc_warmup, self.threshold, largest)
+
+
+def _whole(norm: Tensor) -> Tensor:
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def build_clipper(cfg: ClippingConfig, device: torch.device | str, tensors: int = 0) -> FixedClipper:
+    """The clipper that `cfg` names, with its state on `device`, for a model of so many parameter tensors.
+
+    Raises ConfigError on impossible values.
+    """
     check_clipping(cfg)
-    return {"adaptive": AdaptiveClipper, "fixed": FixedClipper}[cfg.name](cfg, device)
+    if cfg.name == "adagc":
+        return AdaptiveTensorClipper(cfg, device, tensors)
+    kinds = {"adaptive": AdaptiveClipper, "fixed": FixedClipper, "zclip": ZClipper}
+    return kinds[cfg.name](cfg, device)

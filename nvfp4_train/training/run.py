@@ -20,6 +20,7 @@ from nvfp4_train.training import machine, resume
 from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.compilation import compile_blocks
 from nvfp4_train.training.console import Console
+from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
 from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.memory import compute_dtype
@@ -77,7 +78,8 @@ def _launch(
     state = TrainState(
         model,
         build_optimizer(model, cfg.optimizer),
-        build_clipper(cfg.clipping, device),
+        build_clipper(cfg.clipping, device, sum(1 for _ in model.parameters())),
+        SpikeDetector(cfg.recovery, device),
         SkipCounter(device),
         cfg.training.seed,
         dataset.hash,

@@ -11,11 +11,12 @@ from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.checkpoint import Checkpoint
 from nvfp4_train.errors import CheckpointError
 from nvfp4_train.training.clipping import FixedClipper
+from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
 
 
 class TrainState:
-    """Model, optimizer, clipping, skipped steps, random state, and how far the run is.
+    """Model, optimizer, clipping, spike detection, skipped steps, random state, and how far the run is.
 
     The learning rate follows from the tokens, the batch of a step from (data set, seed, step), the bits of stochastic
     rounding from (seed, step): of these the checkpoint holds what they follow from.
@@ -26,11 +27,13 @@ class TrainState:
         model: nn.Module,
         optimizer: torch.optim.AdamW,
         clipper: FixedClipper,
+        detector: SpikeDetector,
         skips: SkipCounter,
         seed: int,
         data_hash: str,
     ) -> None:
-        self.model, self.optimizer, self.clipper, self.skips = model, optimizer, clipper, skips
+        self.model, self.optimizer = model, optimizer
+        self.clipper, self.detector, self.skips = clipper, detector, skips
         self.seed, self.data_hash = seed, data_hash
         self.step = 0  # optimizer steps done
         self.tokens = 0  # tokens consumed by them
@@ -41,6 +44,7 @@ class TrainState:
             "model": dict(self.model.named_parameters()),
             "optimizer": self._moments(),
             "clipping": self.clipper.state_dict(),
+            "detection": self.detector.state_dict(),
             "skips": self.skips.state_dict(),
             "random": {"cpu": torch.get_rng_state()},
         }
@@ -59,6 +63,7 @@ class TrainState:
         tensors = self.tensors()
         checkpoint.load(found, tensors)
         self.clipper.load_state_dict(tensors["clipping"])
+        self.detector.load_state_dict(tensors["detection"])
         self.skips.load_state_dict(tensors["skips"])
         torch.set_rng_state(tensors["random"]["cpu"])
         self.step, self.tokens = found.step, found.tokens

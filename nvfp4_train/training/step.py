@@ -14,12 +14,18 @@ from nvfp4_train.training.state import TrainState
 
 
 def train_step(
-    state: TrainState, precision: PrecisionRuntime, batch: Batch, micro_batch_size: int, lr: float
+    state: TrainState,
+    precision: PrecisionRuntime,
+    batch: Batch,
+    micro_batch_size: int,
+    lr: float,
+    gradient_scale: float = 1.0,
 ) -> dict[str, Tensor]:
     """Take one step on `batch` (the whole global batch) at rate `lr`; returns the step's metrics as device scalars.
 
     Every target counts the same, however many of them a micro-batch has: gradients are of the mean over the global
-    batch. Where loss or gradient norm is not finite the weights stay as they are, and the step counts as skipped.
+    batch. Where the detector refuses the step (not finite, or far outside what came before) the weights stay as they are,
+    and it counts as skipped. `gradient_scale` is for rehearsed faults: gradients times this, the loss as it is.
     """
     model: HybridModel = state.model
     targets = batch.targets.numel() if batch.mask is None else batch.mask.sum()
@@ -29,15 +35,16 @@ def train_step(
         precision.begin_microbatch(i)
         part = batch.rows(start, start + micro_batch_size)
         part_nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
-        (part_nll / targets).backward()
+        mean = part_nll / targets
+        (mean if gradient_scale == 1.0 else mean * gradient_scale).backward()
         nll = nll + part_nll.detach()
     loss = nll / targets
 
     norm = global_norm(model.parameters())
-    finite = update_is_finite(loss, norm)
-    state.skips.update(finite)
-    coefficient = state.clipper.update(norm, finite)
-    apply_update(state.optimizer, lr, coefficient, finite)
+    accepted = state.detector.update(loss, norm, update_is_finite(loss, norm))
+    state.skips.update(accepted)
+    coefficient = state.clipper.clip(model.parameters(), norm, accepted)
+    apply_update(state.optimizer, lr, coefficient, accepted)
     state.optimizer.zero_grad(set_to_none=True)
     precision.prepare_weights()
     state.step += 1
@@ -46,6 +53,7 @@ def train_step(
         "loss": loss,
         "grad_norm": norm,
         **state.clipper.metrics(),
-        "skipped": 1.0 - finite,
+        **state.detector.metrics(),
+        "skipped": 1.0 - accepted,
         "skipped_in_a_row": state.skips.consecutive,
     }

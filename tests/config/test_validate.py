@@ -133,7 +133,10 @@ def test_every_option_is_valid(group):
         ({"schedule.anneal_start": 1.5}, r"schedule\.anneal_start=1\.5 is a share"),
         ({"clipping.name": "none"}, r"clipping\.name='none' is unknown: choose adaptive, fixed"),
         ({"clipping.baseline": -1}, r"clipping\.baseline=-1 must be a positive number"),
-        ({"recovery.name": "auto"}, r"recovery\.name='auto' is unknown: the only choice is skip_nonfinite"),
+        (
+            {"recovery.name": "always"},
+            r"recovery\.name='always' is unknown: choose auto, skip_nonfinite, off",
+        ),
         ({"data.valid_fraction": 1.5}, r"data\.valid_fraction=1\.5 is a share"),
         ({"data.source": ""}, r"data\.source is empty"),
         ({"checkpoint.keep_last": 0}, r"checkpoint\.keep_last=0 must be at least 1"),

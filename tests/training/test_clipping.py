@@ -171,3 +171,46 @@ def test_incomplete_state_is_refused():
 def test_impossible_values_are_named(values, key):
     with pytest.raises(ConfigError, match=key):
         clipper(**values)
+
+
+def test_zclip_pulls_back_what_stands_out_and_follows_the_clipped_norms():
+    clip = clipper("zclip", baseline=10.0, zclip_warmup=4)
+    norms = [1.0, 1.2, 0.8, 1.4]
+    assert feed(clip, *norms) == [1.0] * 4
+    mean, deviation = torch.tensor(norms).mean(), torch.tensor(norms).std(unbiased=False)
+    assert clip.mean.item() == pytest.approx(mean.item())
+    assert clip.variance.sqrt().item() == pytest.approx(deviation.item())
+    assert feed(clip, 1.2) == [1.0]
+    m, s = clip.mean.item(), clip.variance.sqrt().item()
+    z = (5.0 - m) / s
+    limit = m + s * 2.5**2 / z
+    assert feed(clip, 5.0) == [pytest.approx(limit / 5.0, rel=1e-4)]
+    assert clip.mean.item() == pytest.approx(0.97 * m + 0.03 * limit, rel=1e-4)
+    before = clip.state_dict()
+    assert feed(clip, math.nan) == [1.0]
+    assert all(torch.equal(value, before[name]) for name, value in clip.state_dict().items())
+    assert feed(clip, 1e6)[0] * 1e6 < limit  # the further out, the harder
+
+
+def test_adagc_clips_each_tensor_to_the_average_of_its_own_norms():
+    clip = build_clipper(ClippingConfig(name="adagc", adagc_warmup=2), "cpu", tensors=3)
+    params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+
+    def step(*norms):
+        for parameter, norm in zip(params, norms, strict=True):
+            parameter.grad = torch.full((4,), norm / 2)
+        norm = torch.linalg.vector_norm(torch.tensor(norms))
+        coefficient = clip.clip(params, norm, torch.isfinite(norm).float())
+        return [parameter.grad.norm().item() * coefficient.item() for parameter in params]
+
+    assert step(0.6, 0.8, 0.0) == pytest.approx([0.6, 0.8, 0.0])
+    assert step(3.0, 4.0, 0.0) == pytest.approx([0.6, 0.8, 0.0])  # warm-up: the global norm is clipped to 1
+    assert step(3.0, 0.8, 0.5) == pytest.approx([0.63, 0.8, 0.5])  # then the tensors', the new one free
+    assert clip.tensor_norms.tolist() == pytest.approx([0.98 * 0.6 + 0.02 * 0.63, 0.8, 0.5])
+    before = clip.state_dict()
+    assert math.isnan(step(math.nan, 0.8, 0.5)[0])
+    assert all(torch.equal(value, before[name]) for name, value in clip.state_dict().items())
+    other = build_clipper(ClippingConfig(name="adagc", adagc_warmup=2), "cpu", tensors=3)
+    other.load_state_dict(before)
+    assert torch.equal(other.tensor_norms, clip.tensor_norms)
+    assert step(0.1, 0.1, 9.0) == pytest.approx([0.1, 0.1, 0.525])
