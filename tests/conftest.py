@@ -13,7 +13,7 @@ from nvfp4_train.config.load import compose_config
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
-from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.saving import save
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
@@ -74,10 +74,8 @@ def tiny_run(tmp_path_factory) -> TinyRun:
     run.mkdir()
     write_text(run / "config.yaml", config_yaml(cfg))
     save_tokenizer(run, dataset.tokenizer)
-    checkpoint.save(
-        run / "checkpoints", 10, 1280, {"model": {k: torch.zeros_like(v) for k, v in _weights(model)}}, {}
-    )
-    checkpoint.save(run / "checkpoints", 20, 2560, {"model": dict(_weights(model))}, {})
+    save(run / "checkpoints", 10, 1280, {"model": {k: torch.zeros_like(v) for k, v in _weights(model)}}, {})
+    save(run / "checkpoints", 20, 2560, {"model": dict(_weights(model))}, {})
     return TinyRun(run, cfg, dataset, model, precision)
 
 

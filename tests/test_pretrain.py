@@ -13,6 +13,7 @@ import pytest
 from nvfp4_train import cli, pretrain
 from nvfp4_train.config.load import compose_config
 from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.errors import DataError
 from nvfp4_train.training import run as run_module
 from nvfp4_train.training.metrics import read_metrics
@@ -199,14 +200,14 @@ def test_losses_that_are_not_finite_skip_the_update_and_then_stop_with_exit_code
 
 
 def test_a_checkpoint_finds_every_step_up_to_its_own_in_the_metrics(tmp_path, text, monkeypatch):
-    save, missing = checkpoint.save, []
+    save, missing = Saver.save, []
 
-    def checked(folder, step, *args, **kwargs):
-        written = [r["step"] for r in read_metrics(folder.parent / "metrics.jsonl")]
+    def checked(self, step, *args):
+        written = [r["step"] for r in read_metrics(tmp_path / "run" / "metrics.jsonl")]
         missing.extend(sorted(set(range(1, step + 1)) - set(written)))
-        return save(folder, step, *args, **kwargs)
+        return save(self, step, *args)
 
-    monkeypatch.setattr(checkpoint, "save", checked)
+    monkeypatch.setattr(Saver, "save", checked)
     words = ["training.log_every=10", "training.validate_every=0", "checkpoint.every_steps=7"]
     code, error = in_process(tmp_path, *TINY, f"data.source={text}", *words, "training.max_steps=16")
     assert code == 0, error
@@ -228,15 +229,16 @@ def test_a_run_killed_after_its_last_checkpoint_finishes_with_the_same_command(t
 
 
 def test_a_budget_below_what_was_trained_already_ends_the_run(tmp_path, text, monkeypatch):
-    save = checkpoint.save
+    save = Saver.save
 
-    def saved_then_killed(*args, **kwargs):
-        save(*args, **kwargs)
+    def saved_then_killed(self, *args):
+        save(self, *args)
+        self.wait()
         raise KeyboardInterrupt
 
     words = [*TINY, f"data.source={text}"]
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", saved_then_killed)
+        patch.setattr(Saver, "save", saved_then_killed)
         assert in_process(tmp_path, *words)[0] == 130
     code, error = in_process(tmp_path, *words, "training.max_steps=5")  # the checkpoint is of step 7
     assert code == 0, error

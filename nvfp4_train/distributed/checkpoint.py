@@ -1,20 +1,19 @@
-"""Checkpoints: whole or not at all.
+"""Checkpoints: whole or not at all, at any number of ranks.
 
 A checkpoint is a folder `step_00000100` that holds PyTorch's distributed format (DCP) for the tensors, and
-`checkpoint.json` for everything else. It is written into a hidden folder beside its final place, fsynced,
-described by `checkpoint.json` (names, sizes and SHA-256 of all files) as its last file, and only then renamed.
-So a folder that bears a checkpoint's name was complete when it got it; whatever happened to it later shows in
-the checksums, and nothing is unpickled before they have been compared.
+`checkpoint.json` for everything else: names, sizes and SHA-256 of all files, written last. A folder that bears a
+checkpoint's name was complete when it got it (`storage.py` says how, on a disk and in an object store); whatever
+happened to it later shows in the checksums, and nothing is unpickled before they have been compared.
+
+`saving.py` writes them; this file finds, checks and reads them. The format doesn't depend on who wrote it: DTensors
+are stored by their place in the whole tensor, and each rank reads what its own layout needs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,98 +22,66 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from nvfp4_train.atomic import fsync_dir, write_text
-from nvfp4_train.errors import CheckpointError, SaveError
+from nvfp4_train.distributed.agreement import Group, from_first, gather, rank_in, size_of
+from nvfp4_train.distributed.storage import Storage, TensorFiles
+from nvfp4_train.errors import CheckpointError
 
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # each rank loads for itself
 FORMAT = "nvfp4_train.checkpoint"
 FORMAT_VERSION = 1
 INFO_NAME = "checkpoint.json"
-_NAME = re.compile(r"step_(\d{8,})")
+NAME = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint. `values` is what was saved beside the tensors (JSON)."""
+    """The published checkpoint `name` in `folder` (or fsspec URL). `values` is what was saved beside the tensors (JSON)."""
 
-    path: Path
+    folder: str
+    name: str
     step: int
     tokens: int
     values: dict[str, Any]
+
+    @property
+    def path(self) -> str:
+        return f"{self.folder}/{self.name}"
 
 
 class DamagedError(Exception):
     """A checkpoint that was whole once and isn't now (or a copy that never was); an older one may serve."""
 
 
-def save(
-    folder: Path,
-    step: int,
-    tokens: int,
-    tensors: dict[str, Any],
-    values: dict[str, Any],
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-) -> Path:
-    """Publish `folder/step_XXXXXXXX` and then remove checkpoints that are no longer to be kept.
-
-    `tensors` is a nested dict with string keys and tensors as leaves (any dtype and device); `values` must be
-    JSON. Of the checkpoints up to `step`, the newest `keep_last` stay (None: all), and every one whose step is
-    a multiple of `keep_every`. Raises SaveError when it can't be written (full disk); what stood in
-    `folder` before is then as it was.
-    """
-    folder = Path(folder)
-    final = folder / f"step_{step:08d}"
-    tmp = folder / f".{final.name}.tmp-{uuid.uuid4().hex[:8]}"
-    try:
-        tmp.mkdir(parents=True)
-        # One process writes whole tensors; the layout on disk doesn't depend on that.
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # "assuming the intent is to save in a single process"
-            dcp.save(_own_storage(tensors), storage_writer=dcp.FileSystemWriter(tmp), no_dist=True)
-        files = {p.name: _describe(p) for p in sorted(tmp.iterdir())}
-        info = {
-            "format": FORMAT,
-            "format_version": FORMAT_VERSION,
-            "step": step,
-            "tokens": tokens,
-            "torch": torch.__version__,
-            "values": values,
-            "files": files,
-        }
-        write_text(tmp / INFO_NAME, json.dumps(info | {"checksum": _checksum(info)}, indent=1))
-        if final.exists():  # a damaged one that a resumed run has now reached again
-            _remove(final)
-        os.rename(tmp, final)
-        fsync_dir(folder)
-    except (OSError, RuntimeError, CheckpointException) as error:
-        raise SaveError(
-            f"checkpoint of step {step} could not be written to {folder} ({_reason(error)}); earlier checkpoints are "
-            "untouched: free some space there, or set run_dir on another disk"
-        ) from error
-    finally:
-        shutil.rmtree(tmp, ignore_errors=True)
-    _retain(folder, step, keep_last, keep_every)
-    return final
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
 
 
-def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
+def step_of(name: str) -> int:
+    return int(NAME.fullmatch(name)[1])
+
+
+def published(storage: Storage) -> list[str]:
+    """Names of the checkpoints there, newest step first."""
+    return sorted(filter(NAME.fullmatch, storage.names()), key=step_of, reverse=True)
+
+
+def newest(folder: str | Path, warn: Callable[[str], None], group: Group = None) -> Checkpoint | None:
     """The newest whole checkpoint under `folder`, None where there is no checkpoint at all.
 
-    DamagedError ones are passed over with a warning that names them. Raises CheckpointError when checkpoints are
+    With a `group` all its ranks call, share the checking of the files and get the same answer; the first one warns.
+    Damaged ones are passed over with a warning that names them. Raises CheckpointError when checkpoints are
     there and none is whole (starting over would hide the loss), or when one has a newer format.
     """
-    damaged = []
-    for path in _published(folder):
+    storage, damaged = Storage(folder), []
+    for name in from_first(group, lambda: published(storage)):
         try:
-            return read(path)
+            return read(storage, name, group)
         except DamagedError as error:
-            damaged.append(path.name)
-            warn(f"checkpoint {path} is passed over: {error}")
+            damaged.append(name)
+            if rank_in(group) == 0:
+                warn(f"checkpoint {folder}/{name} is passed over: {error}")
     if damaged:
         raise CheckpointError(
             f"none of the checkpoints in {folder} is whole ({', '.join(damaged)}); restore one of them, or "
@@ -123,18 +90,19 @@ def newest(folder: Path, warn: Callable[[str], None]) -> Checkpoint | None:
     return None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint at `path` (a `step_...` folder, or a run folder or its `checkpoints`: their newest whole one).
 
     Raises CheckpointError when there is none or it isn't whole.
     """
-    path = Path(path)
+    folder, _, name = str(path).rstrip("/").rpartition("/")
+    parent = Storage(folder or ".")
     try:
-        if (path / INFO_NAME).exists() or _NAME.fullmatch(path.name):
-            return read(path)
+        if NAME.fullmatch(name) or parent.exists(f"{name}/{INFO_NAME}"):
+            return read(parent, name)
     except DamagedError as error:
         raise CheckpointError(f"checkpoint {path} is not whole: {error}; use another one") from None
-    for folder in (path / "checkpoints", path):
+    for folder in (f"{path}/checkpoints", str(path)):
         if found := newest(folder, warnings.warn):
             return found
     raise CheckpointError(
@@ -142,13 +110,83 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def read(path: Path) -> Checkpoint:
-    """Check every file of the checkpoint at `path` against `checkpoint.json`.
+def read(storage: Storage, name: str, group: Group = None) -> Checkpoint:
+    """Check every file of the checkpoint `name` against its `checkpoint.json`; the ranks of `group` share the work.
 
     Raises DamagedError (missing, truncated or changed files), CheckpointError (foreign, or from a newer version).
     """
+    info = from_first(group, lambda: _read_info(storage, name))
+    mine = sorted(info["files"].items())[rank_in(group) :: size_of(group)]
+    found = gather(group, next(filter(None, (_damage(storage, name, *file) for file in mine)), None))
+    if reason := next(filter(None, found), None):
+        raise DamagedError(reason)
+    return Checkpoint(storage.url, name, info["step"], info["tokens"], info["values"])
+
+
+def load(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
+    """Fill the tensors of the nested dict `tensors` in place; it may name a part of what was saved.
+
+    DTensors get their own shard, whatever layout wrote the checkpoint; no rank waits for another.
+    Raises CheckpointError for a name that the checkpoint lacks or a shape that differs.
+    """
+    saved = tensor_names(checkpoint)
+    for name, tensor in flatten(tensors).items():
+        stored = saved.get(name)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{checkpoint.path} has no tensor {name}; it belongs to another model or optimizer"
+            )
+        if stored.size != tensor.shape:
+            raise CheckpointError(
+                f"{name} has shape {list(stored.size)} in {checkpoint.path} and {list(tensor.shape)} in this "
+                "configuration; use the model that the checkpoint was written with"
+            )
+    dcp.load(tensors, storage_reader=_reader(checkpoint), no_dist=True)
+
+
+def tensor_names(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
+    """Full names of the stored tensors with their shapes and dtypes (no tensor is read)."""
+    return dict(_reader(checkpoint).read_metadata().state_dict_metadata)
+
+
+def sweep(folder: str | Path) -> None:
+    """Remove what a killed run left half-written or half-deleted. Only the holder of the run folder may."""
+    storage = Storage(folder)
+    for name in storage.names():
+        if name.startswith(".step_"):
+            storage.discard(name)
+        elif not storage.local and NAME.fullmatch(name) and not storage.exists(f"{name}/{INFO_NAME}"):
+            storage.discard(
+                name
+            )  # on a disk such a folder is a damaged copy, in an object store an unfinished save
+
+
+def describe(step: int, tokens: int, values: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
+    """The text of `checkpoint.json`."""
+    info = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "tokens": tokens,
+        "torch": torch.__version__,
+        "values": values,
+        "files": files,
+    }
+    return json.dumps(info | {"checksum": _checksum(info)}, indent=1)
+
+
+def flatten(tensors: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
+    """Nested dicts to dotted names."""
+    out = {}
+    for key, value in tensors.items():
+        out |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return out
+
+
+def _read_info(storage: Storage, name: str) -> dict[str, Any]:
+    path = f"{storage.url}/{name}"
     try:
-        info = json.loads((path / INFO_NAME).read_text(encoding="utf-8"))
+        info = json.loads(storage.read_text(f"{name}/{INFO_NAME}"))
     except FileNotFoundError:
         raise DamagedError(
             f"it has no {INFO_NAME}, so it is an incomplete copy or not a checkpoint"
@@ -166,118 +204,28 @@ def read(path: Path) -> Checkpoint:
         )
     if info.pop("checksum", None) != _checksum(info):
         raise DamagedError(f"its {INFO_NAME} was changed after it was written")
-    for name, expected in info["files"].items():
-        try:
-            size = (path / name).stat().st_size
-            if size != expected["size"]:
-                raise DamagedError(f"{name} has {size} bytes instead of {expected['size']}")
-            if _describe(path / name) != expected:
-                raise DamagedError(f"{name} fails its checksum")
-        except OSError as error:
-            raise DamagedError(f"{name} is missing or unreadable ({error.strerror})") from None
-    return Checkpoint(path, info["step"], info["tokens"], info["values"])
+    return info
 
 
-def load(checkpoint: Checkpoint, tensors: dict[str, Any]) -> None:
-    """Fill the tensors of the nested dict `tensors` in place; it may name a part of what was saved.
+def _damage(storage: Storage, name: str, file: str, expected: dict[str, Any]) -> str | None:
+    """What is wrong with one file, None if nothing is."""
+    path = f"{name}/{file}"
+    try:
+        size = storage.size(path)
+        if size != expected["size"]:
+            return f"{file} has {size} bytes instead of {expected['size']}"
+        return None if storage.describe(path) == expected else f"{file} fails its checksum"
+    except OSError as error:
+        return f"{file} is missing or unreadable ({error.strerror or error})"
 
-    Raises CheckpointError for a name that the checkpoint lacks or a shape that differs.
-    """
+
+def _reader(checkpoint: Checkpoint) -> dcp.FileSystemReader:
+    storage = Storage(checkpoint.folder)
     reader = dcp.FileSystemReader(checkpoint.path)
-    saved = reader.read_metadata().state_dict_metadata
-    for name, tensor in _flatten(tensors).items():
-        stored = saved.get(name)
-        if not isinstance(stored, TensorStorageMetadata):
-            raise CheckpointError(
-                f"{checkpoint.path} has no tensor {name}; it belongs to another model or optimizer"
-            )
-        if stored.size != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {list(stored.size)} in {checkpoint.path} and {list(tensor.shape)} in this "
-                "configuration; use the model that the checkpoint was written with"
-            )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-
-
-def tensor_names(checkpoint: Checkpoint) -> dict[str, TensorStorageMetadata]:
-    """Full names of the stored tensors with their shapes and dtypes (no tensor is read)."""
-    return dict(dcp.FileSystemReader(checkpoint.path).read_metadata().state_dict_metadata)
-
-
-def sweep(folder: Path) -> None:
-    """Remove what a killed run left half-written or half-deleted. Only the holder of the run folder may."""
-    for path in folder.glob(".step_*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _published(folder: Path) -> list[Path]:
-    """Checkpoint folders, newest step first."""
-    if not folder.is_dir():
-        return []
-    return sorted((p for p in folder.iterdir() if _NAME.fullmatch(p.name)), key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(_NAME.fullmatch(path.name)[1])
-
-
-def _retain(folder: Path, step: int, keep_last: int | None, keep_every: int | None) -> None:
-    if not keep_last:
-        return
-    # Steps past `step` belong to damaged checkpoints this run resumed before: they don't count as kept ones.
-    older = [p for p in _published(folder) if _step(p) <= step]
-    for path in older[keep_last:]:
-        if not (keep_every and _step(path) % keep_every == 0):
-            _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Delete a checkpoint under a hidden name, so that a kill in between leaves no damaged one to be seen."""
-    hidden = path.with_name(f".{path.name}.deleted-{uuid.uuid4().hex[:8]}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _own_storage(tensors: dict[str, Any]) -> dict[str, Any]:
-    """A view is cloned: the format would store all of the tensor that it looks into."""
-    out = {}
-    for key, value in tensors.items():
-        if isinstance(value, dict):
-            out[key] = _own_storage(value)
-        else:
-            value = value.detach()
-            whole = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-            out[key] = value if whole else value.clone()
-    return out
-
-
-def _flatten(tensors: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    out = {}
-    for key, value in tensors.items():
-        out |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return out
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-    return {"size": path.stat().st_size, "sha256": digest}
+    reader.fs, reader.path = TensorFiles(storage), storage.path(checkpoint.name)
+    return reader
 
 
 def _checksum(info: dict[str, Any]) -> str:
     """Over the meaning of checkpoint.json, not its layout."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
-
-
-def _reason(error: BaseException) -> str:
-    """The system's own words where there are any ("No space left on device"), on one line."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror
-        cause = cause.__cause__ or cause.__context__
-    return " ".join(str(error).split())[:200]

@@ -12,6 +12,8 @@ from nvfp4_train import units
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
+from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
@@ -72,7 +74,6 @@ def _launch(
         return
     dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, console.info))
     save_tokenizer(folder.path, dataset.tokenizer)
-    stop.check("while the text was prepared")
 
     model = HybridModel(cfg.model, device, compute_dtype(cfg))
     state = TrainState(
@@ -110,6 +111,8 @@ def _launch(
             console,
             tracker,
             device,
+            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every),
+            LaggedMax(None),
         )
         try:
             trainer.train(stop)

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
 from types import FrameType, TracebackType
+
+import psutil
 
 from nvfp4_train.errors import StoppedBySignal
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_START_GRACE = 3.0  # seconds that start-up has to unwind in Python before the process is ended
 
 
 class StopRequest:
-    """Within `with`, the first SIGTERM or SIGINT sets a flag that the trainer looks at once a step.
+    """Within `with`, what the first SIGTERM or SIGINT does.
 
-    A SIGINT after that aborts at once, in the middle of whatever runs: its default action is restored, because a
-    Python handler would wait for a long C++ call (a compilation) to end. Checkpoints are published whole or not at
-    all, so that loses only the steps since the last one.
+    Until `defer` is called there is nothing to save: it raises StoppedBySignal where the main thread is, and if that
+    doesn't come back from a C++ call (a tokenizer's training, a compilation, a collective) within seconds, a watching
+    thread ends the process with the same exit code.
+
+    After `defer` it sets a flag that the trainer looks at once a step. A SIGINT after that aborts at once, in the middle
+    of whatever runs: its default action is restored, because a Python handler would wait for a long C++ call. Checkpoints
+    are published whole or not at all, so that loses only the steps since the last one.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self._deferred = False
+        self._left = threading.Event()
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
+        self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup[1], False)
+        self._previous_fd = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
         self._previous = {s: signal.signal(s, self._handle) for s in _SIGNALS}
+        threading.Thread(target=self._watch, args=(self._wakeup[0],), daemon=True).start()
         return self
 
     def __exit__(
@@ -32,20 +47,36 @@ class StopRequest:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._left.set()
+        os.close(self._wakeup[1])  # the watching thread reads the end and closes the other side
 
     def __bool__(self) -> bool:
         return self.signal is not None
 
-    def check(self, doing: str) -> None:
-        """During start-up, where there is nothing to save: raise StoppedBySignal if a signal came."""
-        if self.signal is not None:
-            raise StoppedBySignal(
-                f"stopped by {self.signal.name} {doing}; nothing had to be saved: run the same command to go on"
-            )
+    def defer(self) -> None:
+        """From here on there is something to save: a signal waits for the trainer."""
+        self._deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if not self._deferred:
+            raise StoppedBySignal(_NOTHING.format(self.signal.name))
         note = " (Ctrl-C again aborts at once)" if number == signal.SIGINT else ""
         # os.write: sys.stderr's buffer may be in the middle of a write that this handler interrupts
         os.write(2, f"\n{self.signal.name}: stopping as soon as the state is saved{note}\n".encode())
+
+    def _watch(self, wakeup: int) -> None:
+        while number := os.read(wakeup, 1):
+            if number[0] not in _SIGNALS or self._deferred or self._left.wait(_START_GRACE) or self._deferred:
+                continue
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    child.kill()
+            os.write(2, f"Error: {_NOTHING.format(signal.Signals(number[0]).name)}\n".encode())
+            os._exit(StoppedBySignal.exit_code)
+        os.close(wakeup)
+
+
+_NOTHING = "stopped by {} before the first step; nothing had to be saved: run the same command to go on"

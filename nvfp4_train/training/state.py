@@ -37,6 +37,7 @@ class TrainState:
         self.seed, self.data_hash = seed, data_hash
         self.step = 0  # optimizer steps done
         self.tokens = 0  # tokens consumed by them
+        self.unfinished: dict[str, Any] | None = None  # metrics of this step, whose validation was broken off
 
     def tensors(self) -> dict[str, Any]:
         """Everything that is a tensor; the model's and optimizer's are the tensors in use."""
@@ -50,11 +51,11 @@ class TrainState:
         }
 
     def values(self) -> dict[str, Any]:
-        return {"seed": self.seed, "data_hash": self.data_hash}
+        return {"seed": self.seed, "data_hash": self.data_hash, "unfinished": self.unfinished}
 
     def restore(self, found: Checkpoint) -> None:
         """Go on where `found` was saved. Raises CheckpointError when it belongs to another model, data set or seed."""
-        for name, here in self.values().items():
+        for name, here in {"seed": self.seed, "data_hash": self.data_hash}.items():
             if found.values.get(name) != here:
                 raise CheckpointError(
                     f"{found.path} was trained with {name} {found.values.get(name)}, this run has {here}: give back the "
@@ -67,6 +68,7 @@ class TrainState:
         self.skips.load_state_dict(tensors["skips"])
         torch.set_rng_state(tensors["random"]["cpu"])
         self.step, self.tokens = found.step, found.tokens
+        self.unfinished = found.values.get("unfinished")
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's state by parameter name, made (zero) where no step has been taken yet."""

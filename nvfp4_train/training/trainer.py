@@ -12,7 +12,8 @@ from nvfp4_train.config.schema import Config
 from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.loader import Loader
 from nvfp4_train.data.sampler import Sampler
-from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token
 from nvfp4_train.precision import PrecisionRuntime
@@ -28,13 +29,19 @@ from nvfp4_train.training.step import train_step
 from nvfp4_train.training.tracker import Tracker
 
 HELD_OUT = "heldout"  # name of the validation set in the metrics
+_SAVE_FAILED = 2  # beside 0 and 1, nobody or somebody asked to stop
+
+
+class _BrokenOff(Exception):
+    """A validation that a stop request has ended."""
 
 
 class Trainer:
     """Takes the run from `state` to its last step.
 
     After each step, in this order: validation when due, then metrics to disk, then a checkpoint when due. So a
-    checkpoint of step N finds everything up to N in metrics.jsonl, and a resumed run repeats nothing of it.
+    checkpoint of step N finds everything up to N in metrics.jsonl, and a resumed run repeats nothing of it. A validation
+    that a stop request breaks off is made up for by the next launch: until then the checkpoint holds that step's record.
     """
 
     def __init__(
@@ -49,10 +56,13 @@ class Trainer:
         console: Console,
         tracker: Tracker,
         device: torch.device,
+        saver: Saver,
+        agree: LaggedMax,
     ) -> None:
         self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
         self.schedule, self.dataset, self.device = schedule, dataset, device
         self.writer, self.console, self.tracker = writer, console, tracker
+        self.saver, self._agree = saver, agree
         self.total_steps = total_steps(cfg.training)
         self.seconds = 0.0  # spent in training steps by this launch
         self.launch_tokens = 0
@@ -74,27 +84,42 @@ class Trainer:
             reset_state_at_documents=self.cfg.data.reset_state_at_documents,
         )
         with Loader(sampler, self.state.step) as loader:
+            if (record := self.state.unfinished) is not None:
+                self._publish([record | self._validate(stop)])
+                self.state.unfinished = None
             self._start_clock(loader)
             while self.state.step < self.total_steps:
                 self._step(loader)
+                stop.defer()
                 step = self.state.step
                 last = step == self.total_steps
-                stopping = bool(stop)  # looked at once: a signal from here on waits for the next step
+                stopping = self._asked(stop)  # looked at once: a signal from here on waits for the next step
                 validates = last or (bool(training.validate_every) and step % training.validate_every == 0)
                 saves = last or stopping or step % self.cfg.checkpoint.every_steps == 0
                 if validates or saves or step % training.log_every == 0:
                     records = self._read_metrics(loader)
                     if validates:
-                        records[-1].update(self._validate())
+                        try:
+                            records[-1].update(self._validate(stop))
+                        except _BrokenOff:
+                            stopping, self.state.unfinished = True, records.pop()
                         self._start_clock(loader)
                     self._publish(records)
-                if saves:
-                    self._save()
-                    self._start_clock(loader)
-                if stopping and not last:
+                if saves or stopping:
+                    self._save(wait=last or stopping)
+                self._tell_saved()
+                if stopping and (not last or self.state.unfinished):
+                    name = stop.signal.name if stop.signal else "a signal to another rank"
                     raise StoppedBySignal(
-                        f"stopped by {stop.signal.name} after step {step}, which is saved: run the same command to go on."
+                        f"stopped by {name} after step {step}, which is saved: run the same command to go on."
                     )
+
+    def _asked(self, stop: StopRequest) -> bool:
+        """Whether any rank was asked to stop, the same on all. Raises SaveError where a save behind the steps has failed."""
+        flag = self._agree(_SAVE_FAILED if self.saver.failed else bool(stop))
+        if flag == _SAVE_FAILED:
+            self.saver.wait()
+        return bool(flag)
 
     def _step(self, loader: Loader) -> None:
         state = self.state
@@ -125,6 +150,8 @@ class Trainer:
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
         """To disk, screen and trackers. Raises RecoveryGaveUp after too many skipped steps."""
+        if not records:
+            return
         self.writer.write(records)
         for record in records:
             self.tracker.log(record)
@@ -143,9 +170,15 @@ class Trainer:
                 f"{limit}): lower optimizer.lr, or look at {self.writer.path} for where it began."
             )
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self, stop: StopRequest) -> dict[str, float]:
+        """Raises _BrokenOff when a rank is asked to stop meanwhile."""
+
+        def look(_: float) -> None:
+            if self._asked(stop):
+                raise _BrokenOff
+
         limit = self.cfg.training.validate_tokens
-        result = score(self.state.model, self.cfg, self.dataset, limit)
+        result = score(self.state.model, self.cfg, self.dataset, limit, look)
         values = {
             f"valid/{HELD_OUT}/loss": result.loss,
             f"valid/{HELD_OUT}/bits_per_byte": result.bits_per_byte,
@@ -153,24 +186,31 @@ class Trainer:
         text = f"step {self.state.step}: held-out loss {result.loss:.4f}, {result.bits_per_byte:.3f} bits per byte"
         if self.cfg.training.validate_bf16:
             with self.precision.all_bf16(), torch.compiler.set_stance("force_eager"):
-                beside = score(self.state.model, self.cfg, self.dataset, limit)
+                beside = score(self.state.model, self.cfg, self.dataset, limit, look)
             values[f"valid/{HELD_OUT}/loss_bf16"] = beside.loss
             text += f" ({beside.loss:.4f} with all layers in BF16)"
         self.console.info(text)
         return values
 
-    def _save(self) -> None:
-        state, cfg = self.state, self.cfg.checkpoint
+    def _save(self, wait: bool) -> None:
+        state = self.state
         self.writer.sync()
-        checkpoint.save(
-            self.folder.checkpoints,
-            state.step,
-            state.tokens,
-            state.tensors(),
-            state.values(),
-            keep_last=cfg.keep_last,
-            keep_every=cfg.keep_every,
-        )
+        self.saver.save(state.step, state.tokens, state.tensors(), state.values())
+        if wait:
+            self.saver.wait()
+
+    def _tell_saved(self) -> None:
+        """An event for every checkpoint published since the last look."""
+        for saved in self.saver.finished():
+            self.writer.event(
+                "checkpoint",
+                step=saved.step,
+                waited_seconds=saved.waited_seconds,
+                seconds=saved.seconds,
+                bytes=saved.bytes,
+            )
+            if saved.warning:
+                self.console.warning(saved.warning)
 
     def _total_tokens(self) -> float:
         return self.total_steps * self.cfg.training.global_batch_size * self.cfg.training.seq_len

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nvfp4_train.distributed import checkpoint as ckpt
+from nvfp4_train.distributed.saving import save
 from nvfp4_train.errors import CheckpointError
 
 
@@ -25,7 +26,7 @@ def tensors(seed: int = 0) -> dict:
 
 
 def flat(state: dict) -> dict:
-    return ckpt._flatten(state)
+    return ckpt.flatten(state)
 
 
 def empty_like(state: dict) -> dict:
@@ -43,7 +44,7 @@ def warned():
 
 def test_everything_comes_back_bit_for_bit(tmp_path, warned):
     state = tensors()
-    ckpt.save(tmp_path, 100, 6400, state, {"wandb_id": "abc", "ema": 0.1})
+    save(tmp_path, 100, 6400, state, {"wandb_id": "abc", "ema": 0.1})
     found = ckpt.newest(tmp_path, warned.append)
     assert (found.step, found.tokens, found.values) == (100, 6400, {"wandb_id": "abc", "ema": 0.1})
     loaded = empty_like(state)
@@ -58,13 +59,13 @@ def test_everything_comes_back_bit_for_bit(tmp_path, warned):
 
 def test_a_view_is_stored_without_the_tensor_it_looks_into(tmp_path):
     big = torch.zeros(1_000_000)
-    path = ckpt.save(tmp_path, 1, 1, {"row": big[:10]}, {})
+    path = save(tmp_path, 1, 1, {"row": big[:10]}, {})
     assert sum(p.stat().st_size for p in path.iterdir()) < 20_000
 
 
 def test_a_part_can_be_loaded_and_mismatches_are_named(tmp_path):
     state = tensors()
-    found = ckpt.open_checkpoint(ckpt.save(tmp_path, 1, 1, state, {}))
+    found = ckpt.open_checkpoint(save(tmp_path, 1, 1, state, {}))
     part = {"model": {"layers.0.weight": torch.zeros(64, 48)}}
     ckpt.load(found, part)
     assert torch.equal(part["model"]["layers.0.weight"], state["model"]["layers.0.weight"])
@@ -103,8 +104,8 @@ def edit_info(path: Path):
 
 @pytest.mark.parametrize("harm", [truncate, flip, drop, no_info, cut_info, edit_info])
 def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, warned, harm):
-    ckpt.save(tmp_path, 1, 1, tensors(), {})
-    harm(ckpt.save(tmp_path, 2, 2, tensors(1), {}))
+    save(tmp_path, 1, 1, tensors(), {})
+    harm(save(tmp_path, 2, 2, tensors(1), {}))
     assert ckpt.newest(tmp_path, warned.append).step == 1
     assert len(warned) == 1
     assert "step_00000002" in warned[0]
@@ -115,13 +116,13 @@ def test_a_damaged_checkpoint_is_passed_over_by_name(tmp_path, warned, harm):
 def test_no_whole_checkpoint_is_an_error_and_none_at_all_is_not(tmp_path, warned):
     assert ckpt.newest(tmp_path / "absent", warned.append) is None
     assert ckpt.newest(tmp_path, warned.append) is None
-    truncate(ckpt.save(tmp_path, 5, 5, tensors(), {}))
+    truncate(save(tmp_path, 5, 5, tensors(), {}))
     with pytest.raises(CheckpointError, match=r"none of the checkpoints.*step_00000005.*step 0"):
         ckpt.newest(tmp_path, warned.append)
 
 
 def test_foreign_and_newer_formats_are_refused_with_a_remedy(tmp_path, warned):
-    path = ckpt.save(tmp_path, 1, 1, tensors(), {})
+    path = save(tmp_path, 1, 1, tensors(), {})
     info = json.loads((path / "checkpoint.json").read_text())
     (path / "checkpoint.json").write_text(json.dumps(info | {"format_version": 99}))
     with pytest.raises(CheckpointError, match=r"format 99.*update the program"):
@@ -137,31 +138,31 @@ def test_foreign_and_newer_formats_are_refused_with_a_remedy(tmp_path, warned):
 
 def test_open_takes_a_run_folder_its_checkpoints_or_one_of_them(tmp_path):
     folder = tmp_path / "checkpoints"
-    ckpt.save(folder, 1, 1, tensors(), {})
-    path = ckpt.save(folder, 2, 2, tensors(), {})
+    save(folder, 1, 1, tensors(), {})
+    path = save(folder, 2, 2, tensors(), {})
     assert {ckpt.open_checkpoint(p).step for p in (tmp_path, folder, path)} == {2}
     assert ckpt.open_checkpoint(folder / "step_00000001").step == 1
 
 
 def test_retention_keeps_the_newest_and_the_milestones(tmp_path):
     for step in range(1, 8):
-        ckpt.save(tmp_path, step, step, {"x": torch.zeros(1)}, {}, keep_last=2, keep_every=3)
+        save(tmp_path, step, step, {"x": torch.zeros(1)}, {}, keep_last=2, keep_every=3)
     assert steps(tmp_path) == [3, 6, 7]
 
 
 def test_a_damaged_newer_checkpoint_neither_displaces_nor_outlives_the_run(tmp_path, warned):
-    ckpt.save(tmp_path, 1, 1, tensors(), {})
-    truncate(ckpt.save(tmp_path, 3, 3, tensors(), {}))
-    ckpt.save(tmp_path, 2, 2, tensors(), {}, keep_last=1)
+    save(tmp_path, 1, 1, tensors(), {})
+    truncate(save(tmp_path, 3, 3, tensors(), {}))
+    save(tmp_path, 2, 2, tensors(), {}, keep_last=1)
     assert steps(tmp_path) == [2, 3]
     assert ckpt.newest(tmp_path, warned.append).step == 2
-    ckpt.save(tmp_path, 3, 3, tensors(), {}, keep_last=1)
+    save(tmp_path, 3, 3, tensors(), {}, keep_last=1)
     assert steps(tmp_path) == [3]
     assert ckpt.open_checkpoint(tmp_path).step == 3
 
 
 def test_leftovers_of_a_killed_save_are_ignored_and_swept(tmp_path, warned):
-    ckpt.save(tmp_path, 1, 1, tensors(), {})
+    save(tmp_path, 1, 1, tensors(), {})
     (tmp_path / ".step_00000002.tmp-deadbeef").mkdir()
     (tmp_path / ".step_00000002.tmp-deadbeef" / "__0_0.distcp").write_bytes(b"half")
     assert ckpt.newest(tmp_path, warned.append).step == 1
@@ -175,20 +176,21 @@ _FULL_DISK = """
 import resource, signal, sys, torch
 from pathlib import Path
 from nvfp4_train.distributed import checkpoint as ckpt
+from nvfp4_train.distributed.saving import Saver, save
 from nvfp4_train.errors import CheckpointError
 folder = Path(sys.argv[1])
 state = {"a": torch.ones(100_000), "b": torch.ones(300_000)}
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-ckpt.save(folder, 1, 1, state, {}, keep_last=1)
+save(folder, 1, 1, state, {}, keep_last=1)
 for limit, values in [(0, {}), (200_000, {}), (900_000, {}), (1_700_000, {"x": "y" * 2_000_000})]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
-        ckpt.save(folder, 2, 2, state, values, keep_last=1)
+        save(folder, 2, 2, state, values, keep_last=1)
     except CheckpointError as error:
         print(limit, error)
     print(sorted(p.name for p in folder.iterdir()), ckpt.open_checkpoint(folder).step)
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-ckpt.save(folder, 2, 2, state, {}, keep_last=1)
+save(folder, 2, 2, state, {}, keep_last=1)
 print(sorted(p.name for p in folder.iterdir()))
 """
 
@@ -212,12 +214,15 @@ def test_full_disk_harms_nothing_and_the_next_save_works(tmp_path):
 
 
 def test_a_failed_rename_leaves_the_older_checkpoint(tmp_path, monkeypatch):
-    ckpt.save(tmp_path, 1, 1, tensors(), {}, keep_last=1)
+    save(tmp_path, 1, 1, tensors(), {}, keep_last=1)
+    rename = os.rename
 
-    def fail(*_):
-        raise OSError(28, "No space left on device")
+    def fail(source, target):
+        if os.path.basename(target) == "step_00000002":
+            raise OSError(28, "No space left on device")
+        rename(source, target)
 
-    monkeypatch.setattr(ckpt.os, "rename", fail)
+    monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(CheckpointError, match="No space left on device"):
-        ckpt.save(tmp_path, 2, 2, tensors(), {}, keep_last=1)
+        save(tmp_path, 2, 2, tensors(), {}, keep_last=1)
     assert os.listdir(tmp_path) == ["step_00000001"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nvfp4_train.config.schema import Config, RuleConfig
-from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed import saving
 from nvfp4_train.errors import CheckpointError
 from nvfp4_train.training import resume
 from nvfp4_train.training.run_folder import RunFolder
@@ -30,7 +30,7 @@ def folder(cfg):
 
 
 def save(folder: RunFolder, step: int):
-    return checkpoint.save(folder.checkpoints, step, step * 50, {"x": torch.ones(3)}, {})
+    return saving.save(folder.checkpoints, step, step * 50, {"x": torch.ones(3)}, {})
 
 
 def write_metrics(folder: RunFolder, steps: int, torn: str = ""):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from nvfp4_train.errors import StoppedBySignal
@@ -16,21 +17,47 @@ from nvfp4_train.training.signals import StopRequest
 def test_a_signal_sets_the_flag_and_handlers_come_back(number):
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopRequest() as stop:
-        stop.check("while nothing came")
+        stop.defer()
         assert not stop
         os.kill(os.getpid(), number)
         assert stop
         assert stop.signal == number
-        with pytest.raises(StoppedBySignal, match=f"{signal.Signals(number).name} while preparing data"):
-            stop.check("while preparing data")
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+def test_before_the_first_step_a_signal_stops_at_once():
+    with StopRequest(), pytest.raises(StoppedBySignal, match="SIGTERM before the first step; nothing had"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+# Work in C that a Python handler has to wait for, with the GIL released.
+_DEAF = """
+import hashlib, subprocess, sys
+from nvfp4_train.training.signals import StopRequest
+with StopRequest():
+    child = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    print(child.pid, flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+"""
+
+
+def test_before_the_first_step_even_a_long_call_into_c_is_ended():
+    process = subprocess.Popen(
+        [sys.executable, "-c", _DEAF], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    child = int(process.stdout.readline())
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 75
+    assert "nothing had to be saved: run the same command" in error
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_second_sigint_aborts_at_once_and_a_second_sigterm_does_not():
     # A sleep that restarts after signals stands for a C++ call that Python handlers cannot interrupt.
     code = (
         "import time\nfrom nvfp4_train.training.signals import StopRequest\n"
-        "with StopRequest():\n    print('ready', flush=True)\n    time.sleep(20)\n"
+        "with StopRequest() as stop:\n    stop.defer()\n    print('ready', flush=True)\n    time.sleep(20)\n"
     )
     child = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
