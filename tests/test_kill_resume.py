@@ -52,6 +52,20 @@ def launch(command: list[str], run: pathlib.Path) -> subprocess.Popen:
     )
 
 
+def run_with(patch: str, command: list[str], run: pathlib.Path) -> subprocess.CompletedProcess:
+    """The command's entry point after `patch`, Python source, has run in its process."""
+    code = (
+        f"import sys\n{patch}\nfrom nvfp4_train import cli, pretrain\nsys.exit(cli.exit_code(pretrain.main))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *command[3:], f"run_dir={run}"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
 def steps(run: pathlib.Path) -> list[dict]:
     """The records of steps, without what the clock decides."""
     records = [r for r in read_metrics(run / "metrics.jsonl") if "event" not in r]
@@ -103,3 +117,46 @@ def test_sigterm_saves_exits_75_and_goes_on_bit_for_bit(command, unbroken, tmp_p
     )
     assert changed.returncode == 2
     assert "training.seed: was 1234, now 7" in changed.stderr
+
+
+# A signal in the second of a validation's four micro-batches, at step 15.
+_SIGNAL_IN_VALIDATION = """
+import os, signal
+from nvfp4_train.training import trainer
+score = trainer.score
+def scored(model, cfg, dataset, limit, look):
+    def progress(share):
+        if share == 0.5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        look(share)
+    return score(model, cfg, dataset, limit, progress)
+trainer.score = scored
+"""
+
+
+def test_sigterm_in_a_validation_breaks_it_off_and_the_next_launch_makes_up_for_it(
+    command, unbroken, tmp_path
+):
+    run = tmp_path / "run"
+    stopped = run_with(_SIGNAL_IN_VALIDATION, command, run)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "after step 15, which is saved" in stopped.stderr
+    assert [r["step"] for r in steps(run)] == list(range(1, 15))
+    assert launch(command, run).wait(timeout=180) == 0
+    assert steps(run) == unbroken
+
+
+def test_sigterm_while_data_is_prepared_stops_at_once(command, tmp_path):
+    patch = """
+import os, signal, time, sentencepiece
+def train(**_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(600)
+sentencepiece.SentencePieceTrainer.train = train
+"""
+    run = tmp_path / "run"
+    words = [f"data.cache_dir={tmp_path / 'cache'}", "training.max_steps=1"]
+    stopped = run_with(patch, [*command, *words], run)
+    assert stopped.returncode == 75, stopped.stderr
+    assert "nothing had to be saved" in stopped.stderr
+    assert launch([*command, *words], run).wait(timeout=180) == 0

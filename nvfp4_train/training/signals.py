@@ -16,12 +16,16 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _START_GRACE = 3.0  # seconds that start-up has to unwind in Python before the process is ended
 
 
+class _Unwind(BaseException):
+    """Raised by the handler in the middle of anything, so no `except Exception` on the way may take it for its own."""
+
+
 class StopRequest:
     """Within `with`, what the first SIGTERM or SIGINT does.
 
-    Until `defer` is called there is nothing to save: it raises StoppedBySignal where the main thread is, and if that
-    doesn't come back from a C++ call (a tokenizer's training, a compilation, a collective) within seconds, a watching
-    thread ends the process with the same exit code.
+    Until `defer` is called there is nothing to save: the main thread unwinds from wherever it is, and `with` raises
+    StoppedBySignal. If it doesn't come back from a C++ call (a tokenizer's training, a compilation, a collective) within
+    seconds, a watching thread ends the process with the same exit code.
 
     After `defer` it sets a flag that the trainer looks at once a step. A SIGINT after that aborts at once, in the middle
     of whatever runs: its default action is restored, because a Python handler would wait for a long C++ call. Checkpoints
@@ -50,6 +54,8 @@ class StopRequest:
         signal.set_wakeup_fd(self._previous_fd)
         self._left.set()
         os.close(self._wakeup[1])  # the watching thread reads the end and closes the other side
+        if kind is _Unwind:
+            raise StoppedBySignal(_NOTHING.format(self.signal.name)) from None
 
     def __bool__(self) -> bool:
         return self.signal is not None
@@ -62,7 +68,7 @@ class StopRequest:
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self._deferred:
-            raise StoppedBySignal(_NOTHING.format(self.signal.name))
+            raise _Unwind
         note = " (Ctrl-C again aborts at once)" if number == signal.SIGINT else ""
         # os.write: sys.stderr's buffer may be in the middle of a write that this handler interrupts
         os.write(2, f"\n{self.signal.name}: stopping as soon as the state is saved{note}\n".encode())
