@@ -134,7 +134,7 @@ def test_damaged_checkpoint_falls_back_and_a_foreign_one_is_refused(tmp_path, te
 def test_full_disk_while_saving_harms_nothing_that_was_saved(tmp_path, text, monkeypatch):
     words = [*TINY, f"data.source={text}", "data.valid_fraction=0.2", "training.validate_every=0"]
     assert in_process(tmp_path, *words, "training.max_steps=7")[0] == 0
-    before = checkpoint.read(tmp_path / "run" / "checkpoints" / "step_00000007")
+    before = checkpoint.open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000007")
 
     real_open = open
 
@@ -149,7 +149,7 @@ def test_full_disk_while_saving_harms_nothing_that_was_saved(tmp_path, text, mon
     assert code == 1
     assert "step 14" in error
     assert "No space left on device" in error
-    assert checkpoint.read(tmp_path / "run" / "checkpoints" / "step_00000007") == before
+    assert checkpoint.open_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000007") == before
     assert (
         in_process(tmp_path, *words, "training.max_steps=20")[0] == 0
     )  # once there is room, the same command goes on
