@@ -15,25 +15,36 @@ import torch
 
 from nvfp4_kernels import cublas
 from nvfp4_kernels.format import QuantizedTensor, tensor_scale
+from nvfp4_kernels.native import gemm as native
+from nvfp4_kernels.native.tensor import NativeTensor
 from nvfp4_kernels.triton import ops as gpu
 
-BACKENDS = ("auto", "emulated")
+BACKENDS = ("auto", "emulated", *native.BACKENDS)
+Operand = QuantizedTensor | NativeTensor | torch.Tensor
 
 
 def gemm(
-    a: QuantizedTensor | torch.Tensor,
-    b: QuantizedTensor | torch.Tensor,
+    a: Operand,
+    b: Operand,
     out_dtype: torch.dtype = torch.bfloat16,
     backend: str = "auto",
+    accumulate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] x b [N, K]^T -> [M, N] in `out_dtype` (bf16 or fp32).
+    """a [M, K] x b [N, K]^T -> [M, N] in `out_dtype` (bf16 or fp32); added to `accumulate`, in place, when that is given.
 
-    A plain bf16 tensor stands for an operand that is not quantized (its tensor scale is 1).
+    A plain bf16 tensor stands for an operand that is not quantized (its tensor scale is 1). `auto` is `emulated`, which runs
+    everywhere; `triton` and `cublas` use FP4 tensor cores, take two quantized operands, and raise ValueError where they
+    cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown GEMM backend {backend!r}; there are {', '.join(BACKENDS)}")
-    alpha = scale_product([q.amax for q in (a, b) if isinstance(q, QuantizedTensor)])
-    return scaled_matmul(_operand(a), _operand(b), alpha, out_dtype)
+    alpha = scale_product([q.amax for q in (a, b) if not isinstance(q, torch.Tensor)])
+    if backend in native.BACKENDS:
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            raise ValueError(f"the {backend} GEMM multiplies two quantized operands")
+        return native.gemm(a, b, alpha, out_dtype, backend, accumulate)
+    product = scaled_matmul(_operand(a), _operand(b), alpha, out_dtype)
+    return product if accumulate is None else accumulate.add_(product)
 
 
 def scale_product(amaxes: list[torch.Tensor]) -> torch.Tensor | None:
@@ -45,7 +56,9 @@ def scale_product(amaxes: list[torch.Tensor]) -> torch.Tensor | None:
     return functools.reduce(torch.mul, [tensor_scale(a) for a in amaxes])
 
 
-def _operand(q: QuantizedTensor | torch.Tensor) -> torch.Tensor:
+def _operand(q: Operand) -> torch.Tensor:
+    if isinstance(q, NativeTensor):
+        q = q.plain()
     return q.operand() if isinstance(q, QuantizedTensor) else q
 
 

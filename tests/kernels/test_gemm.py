@@ -1,6 +1,7 @@
 import pytest
 import torch
 from nvfp4_kernels import CounterKey, gemm, quantize, tensor_scale
+from nvfp4_kernels.native.tensor import NativeTensor
 
 
 @pytest.mark.parametrize("k", [64, 2048])
@@ -40,3 +41,25 @@ def test_stochastic_operands_multiply_too():
 def test_unknown_backend_is_named():
     with pytest.raises(ValueError, match="'tensorcore'"):
         gemm(torch.zeros(16, 16), torch.zeros(16, 16), backend="tensorcore")
+
+
+def test_a_product_is_added_to_what_is_there():
+    a, b = quantize(torch.randn(16, 32).bfloat16()), quantize(torch.randn(32, 32).bfloat16())
+    there = torch.randn(16, 32)
+    expected = there + gemm(a, b, torch.float32)
+    assert gemm(a, b, torch.float32, accumulate=there) is there
+    assert torch.equal(there, expected)
+
+
+def test_operands_in_the_native_layout_give_the_same_product():
+    a, b = quantize(torch.randn(16, 48).bfloat16()), quantize(torch.randn(32, 48).bfloat16())
+    assert torch.equal(gemm(NativeTensor.of(a), NativeTensor.of(b)), gemm(a, b))
+
+
+@pytest.mark.parametrize("backend", ["triton", "cublas"])
+def test_a_native_backend_says_why_it_cannot_run(backend):
+    q = quantize(torch.randn(16, 32).bfloat16())
+    with pytest.raises(ValueError, match=f"the {backend} GEMM cannot run: .*Blackwell"):
+        gemm(q, q, backend=backend)
+    with pytest.raises(ValueError, match="two quantized operands"):
+        gemm(q, torch.zeros(16, 32).bfloat16(), backend=backend)

@@ -1,0 +1,80 @@
+"""PyTorch tensors in and out of the native quantize kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from nvfp4_kernels.native.tensor import NativeTensor
+from nvfp4_kernels.random_bits import CounterKey
+from nvfp4_kernels.triton.ops import OPTIONS, _key, _sign_bits, _words
+
+Request = tuple[torch.Tensor, CounterKey | None]  # amax, key or None for nearest
+
+
+def quantize_rows_and_columns(
+    x: torch.Tensor,
+    rows: Request | None,
+    columns: Request | None,
+    hadamard: tuple[int, ...] | None = None,
+    hardware_rounding: bool = False,
+) -> tuple[NativeTensor | None, NativeTensor | None]:
+    """Row-wise and column-wise 1x16 results from one read of x [rows, cols] (multiples of 16; bf16 or fp32).
+
+    The same codes and scales as `nvfp4_kernels.quantize_rows_and_columns`, laid out for the native GEMM: the column
+    result is [cols, rows]. `hardware_rounding`: stochastic rounding by `cvt.rs` (sm_100 and sm_103 only), whose equality
+    with the software rule only hardware can show.
+    """
+    from nvfp4_kernels.native import quantize_kernels
+
+    m, n = x.shape
+    halves, results = [], []
+    for request, shape in ((rows, (m, n)), (columns, (n, m))):
+        out = None if request is None else NativeTensor.empty(*shape, request[0])
+        results.append(out)
+        if out is None:
+            halves += [None, None, None, None, None]
+            continue
+        halves += [out.amax, _key(request[1], x.device), *_arguments(out)]
+    quantize_kernels.quantize_kernel[(_tiles(m, n),)](
+        _words(x), m, n, *halves, BF16=x.dtype == torch.bfloat16,
+        ROW=_rounding(rows, hardware_rounding), COLUMN=_rounding(columns, hardware_rounding),
+        SIGNS=_sign_bits(hadamard), num_warps=2, **OPTIONS,
+    )  # fmt: skip
+    return tuple(results)
+
+
+def _rounding(request: Request | None, hardware: bool) -> str | None:
+    if request is None:
+        return None
+    return "nearest" if request[1] is None else "hardware" if hardware else "stochastic"
+
+
+def quantize_square(x: torch.Tensor, amax: torch.Tensor) -> tuple[NativeTensor, NativeTensor]:
+    """16x16 blocks of x [rows, cols], nearest: the matrix and its transpose [cols, rows], the same numbers."""
+    from nvfp4_kernels.native import quantize_kernels
+
+    (m, n), bf16 = x.shape, x.dtype == torch.bfloat16
+    rows, columns = NativeTensor.empty(m, n, amax), NativeTensor.empty(n, m, amax)
+    quantize_kernels.quantize_square_kernel[(_tiles(m, n),)](
+        _words(x),
+        m,
+        n,
+        amax,
+        *_arguments(rows, torch.int16),
+        *_arguments(columns),
+        bf16,
+        num_warps=2,
+        **OPTIONS,
+    )
+    return rows, columns
+
+
+def _tiles(rows: int, cols: int) -> int:
+    return -(-rows // 64) * -(-cols // 64)
+
+
+def _arguments(q: NativeTensor, dtype: torch.dtype = torch.int64) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """(codes as words of `dtype`, how many of them a row is apart, scales as bytes)."""
+    rows, stride = q.shape[0], q.codes.stride(0)
+    codes = q.codes.as_strided((rows, stride), (stride, 1)).view(dtype)
+    return codes, codes.stride(0), q.scales.view(torch.uint8)
