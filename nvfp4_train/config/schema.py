@@ -71,8 +71,18 @@ class PrecisionConfig:
 class DataConfig:
     """Text and what becomes of it. With a prepared data set as source, only reset_state_at_documents matters."""
 
-    source: str = "stdlib"  # "stdlib", a folder or file of text, or a prepared data set
-    tokenizer: str | None = None  # a SentencePiece .model; null: trained on the training part
+    # "stdlib", a file, folder, glob or URL of text, "hf:NAME" (Hugging Face), or a prepared data set
+    source: str = "stdlib"
+    text_key: str = "text"  # field (.jsonl) or column (.parquet, Hugging Face) that holds the text
+    drop_duplicates: bool = False  # of equal documents keep the first (stdlib: always)
+    hf_config: str | None = (
+        None  # hf: sources: configuration, split, revision, and whether to read while it downloads
+    )
+    hf_split: str = "train"
+    hf_revision: str | None = None
+    hf_streaming: bool = True
+    # a SentencePiece .model or a byte-level tokenizer.json; null: a SentencePiece model trained on the training part
+    tokenizer: str | None = None
     cache_dir: str | None = None  # prepared data; null: $XDG_CACHE_HOME/nvfp4_train
     valid_fraction: float = 0.02  # share of documents held out, by hash
     max_train_bytes: int | None = None  # of text, at most (documents chosen by hash)
@@ -86,7 +96,11 @@ class PrepareConfig:
     data: DataConfig = field(default_factory=DataConfig)
     out: str = MISSING  # the prepared data set's folder
     vocab_size: int | None = None  # null: that of data.tokenizer, 4096 without one
-    action: str = "build"  # build | verify (every byte of out against its checksums) | stats
+    action: str = (
+        "build"  # build | merge (of all parts) | verify (every byte of out against its checksums) | stats
+    )
+    part: str | None = None  # "3/64": encode this share only, for example on one of 64 machines; then merge
+    workers: int | None = None  # processes that encode; null: one a core
 
 
 @dataclass

@@ -15,8 +15,13 @@ class Baselines:
         self._xz = lzma.LZMACompressor(preset=9)
         self._bytes = self._gzip_bytes = self._xz_bytes = 0
 
+    @property
+    def full(self) -> bool:
+        """Whether the limit is reached."""
+        return self._bytes >= MAX_BYTES
+
     def add(self, data: bytes) -> None:
-        if self._bytes < MAX_BYTES:
+        if not self.full:
             self._bytes += len(data)
             self._gzip_bytes += len(gzip.compress(data, 9))
             self._xz_bytes += len(self._xz.compress(data))

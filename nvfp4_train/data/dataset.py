@@ -86,7 +86,7 @@ class Dataset:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = read_manifest(path)
-        self.tokenizer = Tokenizer(_read_tokenizer(path, self.manifest["tokenizer"]["sha256"]))
+        self.tokenizer = Tokenizer(_read_tokenizer(path, self.manifest["tokenizer"]))
         self.hash = _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
         self._readers = {
             split: [
@@ -134,20 +134,21 @@ class Dataset:
         """Bits a byte of the held-out text by "gzip" (-9, each document alone) and "xz" (-9, all together)."""
         return {name: float(self.manifest["baselines"][name]) for name in ("gzip", "xz")}
 
-    def readers(self) -> list[ShardReader]:
-        return [reader for split in SPLITS for reader in self._readers[split]]
+    def readers(self, split: str | None = None) -> list[ShardReader]:
+        """The shards of a split, or of all."""
+        return [reader for name in ([split] if split else SPLITS) for reader in self._readers[name]]
 
     def _shards(self, split: str) -> list[dict[str, Any]]:
         return self.manifest["splits"][split]["shards"]
 
 
-def _read_tokenizer(folder: Path, sha256: str) -> bytes:
-    path = folder / TOKENIZER
+def _read_tokenizer(folder: Path, entry: dict[str, Any]) -> bytes:
+    path = folder / entry["file"]
     try:
         model = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path} can't be read ({error.strerror}): {again(folder)}.") from error
-    if hashlib.sha256(model).hexdigest() != sha256:
+    if hashlib.sha256(model).hexdigest() != entry["sha256"]:
         raise DataError(f"{path} is not the tokenizer that the shards were written with: {again(folder)}.")
     return model
 

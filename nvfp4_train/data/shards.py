@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +26,7 @@ SHARD_TOKENS = 1 << 28  # a shard is closed by the document that takes it past t
 TOKENS_MAGIC, INDEX_MAGIC = b"nvfp4tok", b"nvfp4idx"
 HEADER_BYTES = 16
 ENTRY_BYTES = 16
+_CHECKED = 1 << 20  # tokens or entries that are looked at together
 _INDEX_DTYPE = np.dtype("<i8")
 
 
@@ -56,32 +58,27 @@ class Shard:
 
 
 class SplitWriter:
-    """Writes the shards of one split into `folder`. Nothing counts until `close` has returned."""
+    """Writes the shards of one split into `folder`, document by document. Nothing counts until `close` has returned."""
 
     def __init__(self, folder: Path, split: str, vocab_size: int, shard_tokens: int = SHARD_TOKENS) -> None:
         self._folder, self._split = folder, split
         self._dtype = token_dtype(vocab_size)
         self._shard_tokens = shard_tokens
         self._shards: list[Shard] = []
-        self._open: _ShardWriter | None = None
+        self._open: ShardWriter | None = None
 
     def append(self, tokens: np.ndarray, n_bytes: int) -> None:
         """Add a document: its token ids, eos last, and the bytes of its text."""
         if self._open is None:
-            name = f"{self._split}-{len(self._shards):05d}"
-            self._open = _ShardWriter(self._folder, name, self._dtype)
-        self._open.append(tokens, n_bytes)
+            self._open = ShardWriter(self._folder, shard_name(self._split, len(self._shards)), self._dtype)
+        self._open.write(tokens, np.array([len(tokens)]), np.array([n_bytes]))
         if self._open.tokens >= self._shard_tokens:
             self._finish()
 
     def close(self) -> dict[str, Any]:
         """Make everything durable; returns the split's entry in the manifest."""
         self._finish()
-        total = {
-            key: sum(getattr(shard, key) for shard in self._shards)
-            for key in ("documents", "tokens", "bytes")
-        }
-        return {**total, "shards": [asdict(shard) for shard in self._shards]}
+        return split_entry(self._shards)
 
     def abort(self) -> None:
         """Close the files as they are."""
@@ -94,30 +91,43 @@ class SplitWriter:
             self._open = None
 
 
-class _ShardWriter:
+def shard_name(split: str, number: int) -> str:
+    return f"{split}-{number:05d}"
+
+
+def split_entry(shards: Sequence[Shard]) -> dict[str, Any]:
+    """A split's entry in the manifest."""
+    total = {key: sum(getattr(shard, key) for shard in shards) for key in ("documents", "tokens", "bytes")}
+    return {**total, "shards": [asdict(shard) for shard in shards]}
+
+
+class ShardWriter:
+    """Writes one shard, several documents at a time."""
+
     def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
         self.documents = self.tokens = self.bytes = 0
         self._dtype = dtype
-        self._tokens = _HashedFile(folder / f"{name}.bin", header(TOKENS_MAGIC, dtype.itemsize))
-        self._index = _HashedFile(folder / f"{name}.idx", header(INDEX_MAGIC, ENTRY_BYTES))
+        self._tokens = HashedFile(folder / f"{name}.bin", header(TOKENS_MAGIC, dtype.itemsize))
+        self._index = HashedFile(folder / f"{name}.idx", header(INDEX_MAGIC, ENTRY_BYTES))
 
-    def append(self, tokens: np.ndarray, n_bytes: int) -> None:
-        self._tokens.write(tokens.astype(self._dtype).tobytes())
-        self.documents += 1
+    def write(self, tokens: np.ndarray, lengths: np.ndarray, n_bytes: np.ndarray) -> None:
+        """Add documents: their tokens, one after the other, each one's number of tokens, and its bytes of text."""
+        self._tokens.write(tokens.astype(self._dtype, copy=False).tobytes())
+        entries = np.stack([self.tokens + np.cumsum(lengths, dtype=np.int64), n_bytes], axis=1)
+        self._index.write(entries.astype(_INDEX_DTYPE).tobytes())
+        self.documents += len(lengths)
         self.tokens += len(tokens)
-        self.bytes += n_bytes
-        self._index.write(struct.pack("<qq", self.tokens, n_bytes))
+        self.bytes += int(n_bytes.sum())
 
     def close(self) -> Shard:
-        tokens_sha256, index_sha256 = self._tokens.close(), self._index.close()
         return Shard(
             tokens_file=self._tokens.path.name,
             index_file=self._index.path.name,
             documents=self.documents,
             tokens=self.tokens,
             bytes=self.bytes,
-            tokens_sha256=tokens_sha256,
-            index_sha256=index_sha256,
+            tokens_sha256=self._tokens.close(),
+            index_sha256=self._index.close(),
         )
 
     def abort(self) -> None:
@@ -125,10 +135,10 @@ class _ShardWriter:
         self._index.abort()
 
 
-class _HashedFile:
+class HashedFile:
     """A file that is hashed while it is written, in blocks of 1 MiB."""
 
-    def __init__(self, path: Path, start: bytes) -> None:
+    def __init__(self, path: Path, start: bytes = b"") -> None:
         self.path = path
         self._file: IO[bytes] = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close() or abort()
         self._hash = hashlib.sha256()
@@ -139,7 +149,13 @@ class _HashedFile:
         if len(self._waiting) >= 1 << 20:
             self._flush()
 
+    def digest(self) -> bytes:
+        """SHA-256 of what has been written so far."""
+        self._flush()
+        return self._hash.digest()
+
     def close(self) -> str:
+        """Make it durable; returns the SHA-256 of all."""
         self._flush()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -179,9 +195,13 @@ class ShardReader:
         return tokens
 
     def index(self) -> np.ndarray:
-        """int64 [documents, 2]: where each document ends in the shard, and the bytes of its text."""
-        shape = (self.shard.documents, 2)
-        return np.fromfile(self.index_path, _INDEX_DTYPE, offset=HEADER_BYTES).reshape(shape)
+        """int64 [documents, 2], memory-mapped: where each document ends in the shard, and the bytes of its text."""
+        return np.memmap(self.index_path, _INDEX_DTYPE, "r", HEADER_BYTES, (self.shard.documents, 2))
+
+    @property
+    def size(self) -> int:
+        """Bytes of tokens and index."""
+        return self.shard.tokens * self._dtype.itemsize + self.shard.documents * ENTRY_BYTES
 
     def check(self) -> None:
         """Sizes and headers. Raises DataError naming the file."""
@@ -190,7 +210,7 @@ class ShardReader:
         _check_file(self.index_path, INDEX_MAGIC, ENTRY_BYTES, self.shard.documents)
 
     def check_contents(self) -> None:
-        """Every byte against the checksums. Raises DataError naming the file."""
+        """Every byte against the checksums, every id, every entry of the index. Raises DataError naming the file."""
         for path, expected in (
             (self.tokens_path, self.shard.tokens_sha256),
             (self.index_path, self.shard.index_sha256),
@@ -200,6 +220,22 @@ class ShardReader:
                     raise DataError(
                         f"{path} has changed since it was written (checksum): {again(path.parent)}."
                     )
+        for start in range(0, self.shard.tokens, _CHECKED):
+            self.read(start, min(start + _CHECKED, self.shard.tokens))
+        index, before = self.index(), 0
+        for start in range(0, self.shard.documents, _CHECKED):
+            ends = index[start : start + _CHECKED, 0]
+            if (np.diff(ends, prepend=before) <= 0).any():
+                raise self._wrong_index()
+            before = int(ends[-1])
+        if before != self.shard.tokens:
+            raise self._wrong_index()
+
+    def _wrong_index(self) -> DataError:
+        return DataError(
+            f"{self.index_path} is wrong (its documents don't fill {self.shard.tokens} tokens): "
+            f"{again(self.index_path.parent)}."
+        )
 
 
 def _check_file(path: Path, magic: bytes, item_bytes: int, items: int) -> None:

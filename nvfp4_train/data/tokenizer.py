@@ -1,4 +1,6 @@
-"""SentencePiece BPE whose round trip is exact: decode(encode(text)) == text for any text that UTF-8 can hold.
+"""Tokenizers whose round trip is exact: decode(encode(text)) == text for any text that UTF-8 can hold.
+
+SentencePiece BPE, trained here or given, or byte-level BPE in the format of Hugging Face (`byte_level.py`).
 
 Training: byte fallback, identity normalisation, no dummy prefix, no white space removed. Runs of white space, line
 ends and whole phrases may become pieces (pieces cross word boundaries but not boundaries between scripts, or
@@ -16,14 +18,17 @@ import heapq
 import io
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import sentencepiece
 
+from nvfp4_train.data import byte_level
 from nvfp4_train.errors import DataError
 
+MODEL_FILE, JSON_FILE = "tokenizer.model", "tokenizer.json"
 SAMPLE_BYTES = 8 << 20  # text that a tokenizer is trained on; more changes little
 MAX_PART = 1 << 20  # characters encoded in one go
 SETTINGS = {
@@ -49,31 +54,30 @@ _PROBE = " \t  a\u2581b\u2581\u2581 \r\n\n\x00\x01\x7f\ufeff\u2585<s></s><unk><0
 
 
 class Tokenizer:
-    """A SentencePiece model. Immutable, and safe to use from several threads at once.
+    """A SentencePiece model, or byte-level BPE (`byte_level.py`). Immutable, and safe to use from several threads at once.
 
     `byte_lengths` int64 [vocab_size]: UTF-8 bytes each token stands for; 0 for eos, which ends every document.
+    `file_name`: what a file that holds `model` is called.
     """
 
     def __init__(self, model: bytes, name: str = "the tokenizer") -> None:
-        """`model` is the content of a .model file. Raises DataError when it isn't one, or isn't exact."""
-        self._model = sentencepiece.SentencePieceProcessor()
-        try:
-            self._model.load_from_serialized_proto(model)
-        except Exception as error:  # the binding raises whatever class its status maps to
-            raise DataError(f"{name} is no SentencePiece model: restore it, or choose another.") from error
-        self.vocab_size = self._model.get_piece_size()
-        self.eos_id = self._model.eos_id()
+        """`model`: the content of a .model file or a tokenizer.json. Raises DataError when it is neither, or isn't exact."""
+        if model.lstrip()[:1] == b"{" and b'"model"' in model:
+            self.file_name = JSON_FILE
+            self._pieces, eos_id, self._encode = byte_level.load(model, name)
+            remedy = "add one of " + " ".join(byte_level.END_OF_DOCUMENT) + " to its special tokens"
+        else:
+            self.file_name = MODEL_FILE
+            self._pieces, eos_id, self._encode = _load_sentencepiece(model, name)
+            remedy = "train one with eos_id set"
+        if eos_id is None:
+            raise DataError(f"{name} has no end-of-document piece (eos): {remedy}.")
+        self.eos_id = eos_id
+        self.vocab_size = len(self._pieces)
         self.hash = hashlib.sha256(model).hexdigest()
         self.model = model
-        self._pieces = [self._piece(i) for i in range(self.vocab_size)]
         self.byte_lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
-        self._escaped_space = [self._model.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
-        exact = (
-            all(map(self._model.is_byte, self._escaped_space)) and self.decode(self.encode(_PROBE)) == _PROBE
-        )
-        if self.eos_id < 0:
-            raise DataError(f"{name} has no end-of-document piece (eos): train one with eos_id set.")
-        if not exact:
+        if self.decode(self.encode(_PROBE)) != _PROBE:
             raise DataError(
                 f"{name} doesn't give text back as it was: use a model trained with byte_fallback, the identity "
                 "normalisation, no dummy prefix and no removal of white space, or leave data.tokenizer unset."
@@ -81,16 +85,25 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """The tokenizer in a .model file. Raises DataError naming it."""
+        """The tokenizer in a file. Raises DataError naming it."""
         try:
             return cls(Path(path).expanduser().read_bytes(), name=str(path))
         except OSError as error:
             raise DataError(
-                f"The tokenizer {path} can't be read ({error.strerror}): give a SentencePiece .model file."
+                f"The tokenizer {path} can't be read ({error.strerror}): give a SentencePiece .model file or a "
+                "tokenizer.json."
             ) from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, without eos. Raises DataError for half of a surrogate pair, which is no text."""
+        return [token for part in self._parts(text) for token in self._encode(part)]
+
+    def encode_document(self, text: str) -> np.ndarray:
+        """int32: token ids of `text`, then eos. Raises DataError as `encode` does."""
+        parts = [np.frombuffer(array("i", self._encode(part)), np.int32) for part in self._parts(text)]
+        return np.concatenate([*parts, np.array([self.eos_id], np.int32)])
+
+    def _parts(self, text: str) -> list[str]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -98,43 +111,65 @@ class Tokenizer:
                 f"Character {error.start} of the text is half of a surrogate pair "
                 f"(\\u{ord(text[error.start]):04x}), which is no text: remove it."
             ) from error
-        if len(text) <= MAX_PART:
-            return self._encode(text)
-        return [token for part in _PARTS.findall(text) for token in self._encode(part)]
-
-    def _encode(self, text: str) -> list[int]:
-        first, *others = text.split(_SPACE)
-        tokens = self._model.encode(first, out_type=int)
-        for part in others:
-            tokens += self._escaped_space
-            tokens += self._model.encode(part, out_type=int)
-        return tokens
+        return [text] if len(text) <= MAX_PART else _PARTS.findall(text)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of `tokens`; eos gives nothing, and bytes that aren't UTF-8 (a model may sample such) U+FFFD."""
-        return b"".join(self._pieces[token] for token in tokens).decode(errors="replace")
+        return self.decode_bytes(tokens).decode(errors="replace")
 
-    def _piece(self, i: int) -> bytes:
-        piece = self._model.id_to_piece(i)
-        if self._model.is_byte(i):
-            return bytes([int(piece[3:5], 16)])
-        if self._model.is_control(i) or self._model.is_unknown(i):
+    def decode_bytes(self, tokens: Iterable[int]) -> bytes:
+        """The bytes that `tokens` stand for."""
+        return b"".join([self._pieces[token] for token in tokens])
+
+
+def _load_sentencepiece(
+    model: bytes, name: str
+) -> tuple[list[bytes], int | None, Callable[[str], list[int]]]:
+    processor = sentencepiece.SentencePieceProcessor()
+    try:
+        processor.load_from_serialized_proto(model)
+    except Exception as error:  # the binding raises whatever class its status maps to
+        raise DataError(f"{name} is no SentencePiece model: restore it, or choose another.") from error
+
+    def piece(i: int) -> bytes:
+        text = processor.id_to_piece(i)
+        if processor.is_byte(i):
+            return bytes([int(text[3:5], 16)])
+        if processor.is_control(i) or processor.is_unknown(i):
             return b""
-        return piece.replace(_SPACE, " ").encode()
+        return text.replace(_SPACE, " ").encode()
+
+    escaped_space = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+
+    def encode(text: str) -> list[int]:
+        first, *others = text.split(_SPACE)
+        tokens = processor.encode(first, out_type=int)
+        for part in others:
+            tokens += escaped_space
+            tokens += processor.encode(part, out_type=int)
+        return tokens
+
+    eos_id = processor.eos_id()
+    return [piece(i) for i in range(processor.get_piece_size())], eos_id if eos_id >= 0 else None, encode
 
 
 class Sample:
-    """Of all texts added, those with the smallest keys, up to `limit` bytes: the order of adding doesn't matter."""
+    """Of all texts added, those with the smallest keys, up to `limit` bytes: the order of adding doesn't matter.
+
+    Texts of one key are equal, and are taken once.
+    """
 
     def __init__(self, limit: int = SAMPLE_BYTES) -> None:
         self._limit = limit
         self._bytes = 0
         self._heap: list[tuple[int, bytes]] = []  # keys negated: the largest comes out first
+        self._keys: set[int] = set()  # of the heap
         self._end: float = math.inf  # the smallest key that had no room: nothing from it on is taken
 
     def add(self, key: int, data: bytes) -> None:
-        if key >= self._end:
+        if key >= self._end or key in self._keys:
             return
+        self._keys.add(key)
         data = data[: self._limit // 16]  # no document is more than a small part of the sample
         heapq.heappush(self._heap, (-key, data))
         self._bytes += len(data)
@@ -142,9 +177,11 @@ class Sample:
             negated, dropped = heapq.heappop(self._heap)
             self._bytes -= len(dropped)
             self._end = -negated
+            self._keys.remove(-negated)
 
     def remove(self, key: int) -> None:
-        """Drop the texts of this key."""
+        """Drop the text of this key."""
+        self._keys.discard(key)
         self._heap = [entry for entry in self._heap if entry[0] != -key]
         heapq.heapify(self._heap)
         self._bytes = sum(len(data) for _, data in self._heap)

@@ -45,7 +45,7 @@ def test_a_second_call_builds_nothing(cfg, monkeypatch):
     path = prepare(cfg, VOCAB, lines.append)
     assert path.parent == Path(cfg.cache_dir)
     assert lines[-1].startswith("Prepared ")
-    monkeypatch.setattr(build, "_build", None)
+    monkeypatch.setattr(build, "decide", None)
     assert prepare(cfg, VOCAB, pytest.fail) == path
     assert visible(path.parent) == [path.name]
 
@@ -213,6 +213,21 @@ def test_a_folder_with_other_files_is_not_written_to(cfg, tmp_path, dataset):
 # --- with real processes ---
 
 
+@pytest.fixture
+def small_pieces():
+    """The same command with pieces, units and blocks so small that little text has many."""
+
+    def changed(command: list[str]) -> list[str]:
+        code = (
+            "import sys; from nvfp4_train.data import encode, readers, sources;"
+            "encode.BATCHES_PER_PIECE = 4; encode.BLOCK_BYTES = 1 << 14; sources.UNIT_BYTES = 1 << 19;"
+            "from nvfp4_train.prepare import exit_code, main; sys.exit(exit_code(main))"
+        )
+        return [sys.executable, "-c", code, *command[3:]]
+
+    return changed
+
+
 @pytest.fixture(scope="module")
 def big_corpus(tmp_path_factory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("big") / "text", documents=600, words=1000)
@@ -230,26 +245,39 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def test_killed_at_any_moment_then_built_again_it_is_the_same(big_corpus, tmp_path):
+def wait_for(condition, process) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+
+def test_killed_at_any_moment_it_goes_on_where_it_was(big_corpus, tmp_path, small_pieces):
     reference, out = tmp_path / "reference", tmp_path / "out"
-    subprocess.run(command(big_corpus, reference), check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(small_pieces(command(big_corpus, reference)), check=True, stdout=subprocess.DEVNULL)
     partial = tmp_path / ".out.partial"
-    for moment in (partial, partial / TOKENIZER, partial / "train-00000.bin"):
-        slow = [
-            "nice",
-            "-n",
-            "19",
-            *command(big_corpus, out),
-        ]  # so that the kill comes in time on a busy machine
-        process = subprocess.Popen(slow, stdout=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while not moment.exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
+    moments = [
+        lambda: partial.exists(),
+        lambda: any(partial.glob("rules-*")),
+        lambda: any(partial.glob("pieces/*")),
+        lambda: any(partial.glob("dataset-*/train-*")),
+    ]
+    for happened in moments:
+        # Nice, so that the kill comes in time on a busy machine.
+        process = subprocess.Popen(
+            ["nice", "-n", "19", *small_pieces(command(big_corpus, out, "workers=2"))],
+            stdout=subprocess.DEVNULL,
+        )
+        wait_for(happened, process)
+        process.kill()
         assert process.wait() == -signal.SIGKILL
         assert not out.exists()
-        assert partial.exists()  # what the kill left
-    subprocess.run(command(big_corpus, out), check=True, stdout=subprocess.DEVNULL)
+        assert happened()  # what the kill left
+    finished = {path: path.stat().st_mtime_ns for path in partial.glob("pieces/*")}
+    process = subprocess.Popen(small_pieces(command(big_corpus, out)), stdout=subprocess.PIPE, text=True)
+    output = process.communicate()[0]
+    assert len(finished) > 3
+    assert "units of text are encoded already" in output
+    assert "Training a tokenizer" not in output
     assert (out / "manifest.json").read_bytes() == (reference / "manifest.json").read_bytes()
     open_dataset(out, check="full")
     assert not partial.exists()
@@ -308,7 +336,10 @@ def test_the_command_builds_verifies_and_describes(corpus, tmp_path):
     built = run(f"data.source={corpus}", f"vocab_size={VOCAB}")
     assert built.returncode == 0, built.stderr
     assert "bytes a token" in built.stdout
-    assert run("action=stats").stdout.splitlines()[-1] in built.stdout
+    stats = run("action=stats").stdout
+    assert built.stdout.splitlines()[-1] in stats
+    assert "Length of train documents in tokens" in stats
+    assert "document 9, token " in stats
     assert "is whole" in run("action=verify").stdout
     shard = out / "train-00000.bin"
     content = bytearray(shard.read_bytes())
@@ -319,7 +350,7 @@ def test_the_command_builds_verifies_and_describes(corpus, tmp_path):
     assert str(shard) in broken.stderr
     for arguments, said in [
         (["data.sorce=x"], "did you mean data.source"),
-        (["action=fly"], "choose build, verify, stats"),
+        (["action=fly"], "choose build, merge, verify, stats"),
         (["vocab_size=many"], "must be a whole number or null"),
         ([f"data.source={tmp_path / 'gone'}"], "doesn't exist"),
     ]:

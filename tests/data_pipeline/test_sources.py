@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -51,7 +52,7 @@ def test_every_kind_of_file_gives_its_documents_byte_for_byte(tmp_path):
 
 def test_the_standard_library_is_there_without_tests_packages_and_duplicates():
     source = find_source("stdlib")
-    names = [file.name for file in source.files]
+    names = [file.name for unit in source.units for file in unit.files]
     assert {"argparse.py", "json/decoder.py"} <= set(names)
     assert names == sorted(names)
     assert not [n for n in names if {"test", "tests", "site-packages"} & set(n.split("/"))]
@@ -72,7 +73,8 @@ def test_the_standard_library_is_there_without_tests_packages_and_duplicates():
 def test_a_long_file_is_cut_into_parts_that_give_it_back(tmp_path_factory, text, part_bytes, compressed):
     path = tmp_path_factory.mktemp("t") / ("x.txt.zst" if compressed else "x.txt")
     path.write_bytes(zstandard.compress(text.encode()) if compressed else text.encode())
-    source = sources.Source("x", find_source(str(path)).files, drop_duplicates=False, part_bytes=part_bytes)
+    (unit,) = find_source(str(path)).units
+    source = sources.Source("x", (replace(unit, part_bytes=part_bytes),))
     parts = [document.data for document, _ in source.documents()]
     assert b"".join(parts).decode() == text
     assert all(len(part) <= part_bytes for part in parts)
