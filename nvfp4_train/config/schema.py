@@ -246,7 +246,9 @@ class Config:
 
     run_dir: str = MISSING
     dry_run: bool = False
-    init_from: str | None = None  # a checkpoint or model folder whose weights the run starts from
+    init_from: str | None = (
+        None  # a run, a checkpoint of one, or a Hugging Face model, whose weights this run starts from
+    )
     device: str = "auto"  # auto | cpu | cuda
     model: ModelConfig = field(default_factory=ModelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

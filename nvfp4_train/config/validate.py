@@ -16,6 +16,7 @@ from nvfp4_train.config.schema import Config, ModelConfig, ParallelConfig, Train
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.precision.recipe import check_rules
+from nvfp4_train.training import init_from
 from nvfp4_train.training.schedule import build_schedule
 
 
@@ -36,6 +37,7 @@ def validate(cfg: Config) -> None:
     check_rules(cfg.precision, len(cfg.model.pattern), names)
     if cfg.precision.name == "nvfp4":
         check_blocking(cfg)
+    init_from.check(cfg)
 
 
 def _check_choices(cfg: Config) -> None:
@@ -59,11 +61,6 @@ def _check_not_there_yet(cfg: Config) -> None:
                 f"parallel.{name}={value} is not supported yet, since this version trains in one process: "
                 f"leave it at {default}."
             )
-    if cfg.init_from is not None:
-        raise ConfigError(
-            f"init_from={cfg.init_from} is not supported yet: leave it at null; an interrupted run goes on by itself "
-            "when it is started again with the same run_dir."
-        )
     if cfg.faults:
         raise ConfigError(f"faults={cfg.faults} is not supported yet: leave it at [].")
 

@@ -14,11 +14,12 @@ from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
 from nvfp4_train.distributed.agreement import LaggedMax
 from nvfp4_train.distributed.saving import Saver
+from nvfp4_train.interop.weights import load_weights_
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import apply_recipe
-from nvfp4_train.training import machine, resume
+from nvfp4_train.training import init_from, machine, resume
 from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.compilation import compile_blocks
 from nvfp4_train.training.console import Console
@@ -85,7 +86,9 @@ def _launch(
         cfg.training.seed,
         dataset.hash,
     )
-    if start.checkpoint is None:
+    if start.checkpoint is None and cfg.init_from is not None:
+        load_weights_(model, init_from.weight_source(cfg, dataset.tokenizer, console.warning))
+    elif start.checkpoint is None:
         initialize_(model, cfg.training.seed)
     else:
         state.restore(start.checkpoint)
@@ -155,6 +158,8 @@ def _tell(
             f"{units.count(step_tokens)}",
         ),
     ]
+    if cfg.init_from is not None:
+        rows.append(("weights from", cfg.init_from))
     if start.checkpoint is not None:
         rows.append(
             ("resumes", f"at step {start.checkpoint.step} ({units.count(start.checkpoint.tokens)} tokens)")

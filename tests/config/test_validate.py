@@ -157,7 +157,10 @@ def test_every_option_is_valid(group):
             r"parallel\.grad_reduce=nvfp4 is not supported yet.*leave it at fp32",
         ),
         ({"faults": ["crash"]}, r"faults=\['crash'\] is not supported yet"),
-        ({"init_from": "runs/other"}, r"init_from=runs/other is not supported yet.*run_dir"),
+        (
+            {"init_from": "runs/other"},
+            r"init_from=runs/other is neither a run folder .* nor a Hugging Face model",
+        ),
     ],
 )
 def test_an_impossible_value_is_one_sentence_with_what_is_accepted(base, values, told):
