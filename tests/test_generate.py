@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 
 from nvfp4_train import generate
 from nvfp4_train.cli import parse
-from nvfp4_train.errors import CheckpointError, ConfigError, UserError
+from nvfp4_train.errors import CheckpointError, ConfigError, DataError, UserError
+from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.training.inference import load_run
-from nvfp4_train.training.sampling import choose, sample_text, sample_tokens, start_document, stream_text
+from nvfp4_train.training.sampling import (
+    choose,
+    sample_batch,
+    sample_text,
+    sample_tokens,
+    start_document,
+    stream_text,
+)
 
 PROMPT = "if x[\"a\"] == {'b': [1, 2]}:  # ${y} \\n = é漢 "
 
@@ -78,6 +86,53 @@ def test_one_token_at_a_time_matches_the_whole_sequence(tiny_run):
             exact = model(torch.tensor([tokens]))[0]
     # Tensor scales span other tokens, so both carry quantization noise, and no more than that.
     assert (steps - whole).std() < 1.5 * (whole - exact).std()
+
+
+@pytest.fixture
+def exact(tiny_run):
+    """The tiny run's model in fp32, where batch and cache change nothing that could turn a choice."""
+    model = HybridModel(tiny_run.cfg.model, compute_dtype=torch.float32).requires_grad_(False)
+    model.load_state_dict(tiny_run.model.state_dict())
+    return model
+
+
+def test_cached_generation_equals_uncached_token_for_token(exact):
+    prompt = [1, 300, 5, 77]
+    written = list(sample_tokens(exact, prompt, 64, 0.0, 1.0, 0, "cpu"))
+    tokens = list(prompt)
+    for _ in range(64):
+        tokens.append(int(exact(torch.tensor([tokens]))[0, -1].argmax()))
+    assert tokens[len(prompt) :] == written
+    assert len(set(written)) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_batch_writes_what_each_of_its_sequences_writes_alone(exact, temperature):
+    prompts, seeds = [[1, 300, 5, 77, 8, 9, 10], [1], [1, 20]], [3, 4, 4]
+    alone = [
+        list(sample_tokens(exact, p, 20, temperature, 0.9, s, "cpu"))
+        for p, s in zip(prompts, seeds, strict=True)
+    ]
+    together = sample_batch(exact, prompts, 20, temperature, 0.9, seeds, "cpu")
+    assert [list(tokens) for tokens in zip(*together, strict=True)] == alone
+    ended = sample_batch(exact, prompts, 20, temperature, 0.9, seeds, "cpu", lambda w: len(w[0]) == 3)
+    assert len(list(ended)) == 3
+
+
+def test_several_texts(tiny_run, tmp_path, capsys):
+    words = [f"run={tiny_run.path}", "max_new_tokens=6", "samples=2", "seed=3"]
+    out = write(capsys, *words, "prompt=import ")
+    first, second = out.split("--- 1 of 2\n")[1].split("\n--- 2 of 2\n")
+    assert first.startswith("import ")
+    assert first != second.strip("\n")
+    (tmp_path / "prompts.txt").write_text("def f(\n\nimport é\n")
+    out = write(capsys, *words, f"prompts={tmp_path / 'prompts.txt'}")
+    assert "--- 6 of 6\nimport é" in out
+    (tmp_path / "prompts.txt").write_text("")
+    with pytest.raises(DataError, match="is empty"):
+        write(capsys, *words, f"prompts={tmp_path / 'prompts.txt'}")
+    with pytest.raises(DataError, match="can't be read"):
+        write(capsys, *words, f"prompts={tmp_path / 'none.txt'}")
 
 
 def test_sampling_leaves_the_number_of_threads_as_it_was(tiny_run):
@@ -147,6 +202,8 @@ def test_streaming_half_a_character_gives_a_replacement(tiny_run):
         (["run=a", "temperature=nan"], "temperature=nan"),
         (["run=a", "top_p=0"], "top_p=0 must be above 0"),
         (["run=a", "seed=-1"], "seed=-1"),
+        (["run=a", "samples=0"], "samples=0"),
+        (["run=a", "prompts=b", "prompt=c"], "give one of them"),
     ],
 )
 def test_bad_words_are_told_in_one_sentence(words, message):

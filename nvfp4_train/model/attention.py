@@ -33,15 +33,17 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] a token sees only its own document."""
-        q, k, v = self._heads(x)
-        blockwise = x.device.type == "cpu" and x.shape[1] <= BLOCKWISE_TOKENS
-        attend = _blockwise_attention if blockwise else _fused_attention
-        return self._project(attend(q, k, v, seq_idx))
+        return self._attend(*self._heads(x), seq_idx)
+
+    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        """`forward`, and all keys and values join the empty cache."""
+        q, cache["k"], cache["v"] = self._heads(x)
+        return self._attend(q, cache["k"], cache["v"], None)
 
     def new_cache(
         self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """Keys and values so far, each [batch, kv_heads, tokens, head_dim]."""
+        """Keys and values so far, each [batch, kv_heads, tokens, head_dim]; see `pad_cache` for a third entry."""
         empty = torch.empty(batch, self.kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         return {"k": empty, "v": empty.clone()}
 
@@ -50,8 +52,17 @@ class Attention(nn.Module):
         q, k, v = self._heads(x)
         cache["k"] = torch.cat((cache["k"], k), dim=2)
         cache["v"] = torch.cat((cache["v"], v), dim=2)
-        grouped = self.heads != self.kv_heads
-        return self._project(F.scaled_dot_product_attention(q, cache["k"], cache["v"], enable_gqa=grouped))
+        if "seen" in cache:
+            cache["seen"] = F.pad(cache["seen"], (0, 1), value=True)
+        mask, grouped = cache.get("seen"), self.heads != self.kv_heads
+        return self._project(
+            F.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask, enable_gqa=grouped)
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
+        blockwise = q.device.type == "cpu" and q.shape[2] <= BLOCKWISE_TOKENS
+        attend = _blockwise_attention if blockwise else _fused_attention
+        return self._project(attend(q, k, v, seq_idx))
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [B, heads, S, head_dim]."""
@@ -60,6 +71,18 @@ class Attention(nn.Module):
 
     def _project(self, y: Tensor) -> Tensor:
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def pad_cache(cache: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """`cache` with keys and values of `length` tokens: the missing ones come first, and "seen" masks them.
+
+    "seen" is bool [batch, 1, 1, length]. For batches of several lengths: attention knows no positions, so where a key
+    lies makes no difference.
+    """
+    missing = length - cache["k"].shape[2]
+    seen = torch.ones(len(cache["k"]), 1, 1, length, dtype=torch.bool, device=cache["k"].device)
+    seen[..., :missing] = False
+    return {**{name: F.pad(cache[name], (0, 0, missing, 0)) for name in ("k", "v")}, "seen": seen}
 
 
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.model.attention import Attention
+from nvfp4_train.model.attention import Attention, pad_cache
 from nvfp4_train.model.loss import head_loss
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.mlp import MLP
@@ -28,6 +28,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size] in the compute dtype; seq_idx None or integer [B, S] document numbers."""
         return x + self.mixer(self.norm(x), seq_idx)
+
+    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        """`forward` over the first tokens; the empty cache becomes that after the last of them."""
+        return x + self.mixer.prefill(self.norm(x), cache)
 
     def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         """One token x [B, 1, hidden_size]; the cache moves on in place."""
@@ -103,6 +107,14 @@ class HybridModel(nn.Module):
         return [layer.mixer.new_cache(batch, self.compute_dtype, device) for layer in self.layers]
 
     @torch.no_grad()
+    def prefill(self, tokens: Tensor, cache: list[dict[str, Tensor]]) -> Tensor:
+        """The first tokens int64 [B, S] at once -> logits after the last [B, vocab_size] fp32; fills the empty cache."""
+        x = self.embeddings(tokens).to(self.compute_dtype)
+        for layer, state in zip(self.layers, cache, strict=True):
+            x = layer.prefill(x, state)
+        return self._logits(self.norm_f(x[:, -1]))
+
+    @torch.no_grad()
     def step(self, tokens: Tensor, cache: list[dict[str, Tensor]]) -> Tensor:
         """The next tokens int64 [B] of every sequence -> logits [B, vocab_size] fp32; the cache moves on in place."""
         x = self.embeddings(tokens[:, None]).to(self.compute_dtype)
@@ -113,6 +125,17 @@ class HybridModel(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = F.linear(hidden, self.lm_head.weight.to(hidden.dtype))
         return logits.to(accumulation_dtype(hidden.dtype))
+
+
+def join_caches(caches: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:
+    """One decoding state of the batch that these states, possibly after different numbers of tokens, are together."""
+    joined = []
+    for blocks in zip(*caches, strict=True):
+        if "k" in blocks[0]:
+            length = max(block["k"].shape[2] for block in blocks)
+            blocks = [pad_cache(block, length) for block in blocks]
+        joined.append({name: torch.cat([block[name] for block in blocks]) for name in blocks[0]})
+    return joined
 
 
 def _empty(cfg: ModelConfig, device: torch.device | str | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.norm import GatedRMSNorm, accumulation_dtype
-from nvfp4_train.model.ssd import ssd_chunked, ssd_step
+from nvfp4_train.model.ssd import ssd_chunked, ssd_prefill, ssd_step
 from nvfp4_train.precision.linear import Linear
 
 
@@ -41,6 +41,16 @@ class Mamba2(nn.Module):
         xBC = F.silu(self.conv1d(xBC, seq_idx)).to(x.dtype)
         xs, B, C = self._split(xBC)
         y = ssd_chunked(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
+        return self.out_proj(self.norm(y.flatten(2), z))
+
+    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        """`forward`, and the empty cache becomes that after the last token."""
+        z, xBC, dt = self._project(x)
+        k = cache["conv"].shape[1]
+        cache["conv"].copy_(F.pad(xBC, (0, 0, k, 0))[:, xBC.shape[1] :])
+        xs, B, C = self._split(F.silu(self.conv1d(xBC)).to(x.dtype))
+        y, state = ssd_prefill(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size)
+        cache["ssm"].copy_(state)
         return self.out_proj(self.norm(y.flatten(2), z))
 
     def new_cache(

@@ -26,5 +26,8 @@ class MLP(nn.Module):
     ) -> dict[str, Tensor]:
         return {}
 
+    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+        return self(x)
+
     def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         return self(x)

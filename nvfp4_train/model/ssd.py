@@ -64,6 +64,27 @@ def ssd_chunked(
     chunk to chunk and the sum of y's parts are fp32. Decay exponents are masked before exp, never after: a
     masked exponent may be large and positive, and inf * 0 would poison the gradient.
     """
+    return _chunked(x, dt, A, B, C, D, chunk_size, seq_idx)[0]
+
+
+def ssd_prefill(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """`ssd_chunked`'s y, and the state after the last token, [B, H, P, N] in the accumulation dtype."""
+    y, entering, states, total = _chunked(x, dt, A, B, C, D, chunk_size, None)
+    batch, groups, n, _ = states.shape
+    heads = total.shape[-1]
+    entering, states = (
+        t.to(dt.dtype).reshape(batch, groups, n, heads // groups, -1) for t in (entering, states)
+    )
+    decay = total.exp().view(batch, groups, 1, heads // groups, 1)
+    return y, (entering * decay + states).permute(0, 1, 3, 4, 2).reshape(batch, heads, -1, n)
+
+
+def _chunked(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y; and of the last chunk the entering state and its own, [b, g, n, heads a group * p], and its decay's log [b, h]."""
     length, q = x.shape[1], min(chunk_size, x.shape[1])
     pad = -length % q
     if pad:  # dt = 0: padded tokens neither decay nor feed the state
@@ -80,12 +101,13 @@ def ssd_chunked(
 
     a = (dt * A[:, None]).cumsum(3)  # log of the decay from the chunk's start through token q
     within = _within_chunks(x, dt, a, B, C, ids)
-    entering = _pass_states(_chunk_states(x, dt, a, B, ids), a[..., -1], ids)
+    states = _chunk_states(x, dt, a, B, ids)
+    entering = _pass_states(states, a[..., -1], ids)
     carried = (C @ entering).transpose(2, 3).reshape(x.shape)
     into = a if ids is None else a.masked_fill((ids != _previous_last(ids))[:, :, None], -torch.inf)
     y = within + carried * into.exp().transpose(2, 3)[..., None] + x * D[:, None]
     y = y.reshape(batch, padded, heads, p)
-    return y[:, :length] if pad else y
+    return y[:, :length] if pad else y, entering[:, -1], states[:, -1], a[:, -1, :, -1]
 
 
 def _within_chunks(x: Tensor, dt: Tensor, a: Tensor, B: Tensor, C: Tensor, ids: Tensor | None) -> Tensor:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.errors import UserError
-from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.hybrid import HybridModel, join_caches
 
 _PARAMETERS_A_THREAD = (
     20_000_000  # fewer, and the threads of a CPU wait for each other longer than they compute
 )
 
 
-@torch.no_grad()
 def sample_tokens(
     model: HybridModel,
     prompt: Sequence[int],
@@ -27,22 +26,48 @@ def sample_tokens(
     seed: int,
     device: torch.device | str,
 ) -> Iterator[int]:
-    """`n_tokens` new tokens after `prompt` (at least one token), one at a time; temperature 0 takes the likeliest.
-
-    The precision is the one the model is in. NVFP4 quantizes activations in 1x16 blocks along features, so one token
-    is quantized as in training; only its tensor scale spans this token alone, and not a micro-batch. The same
-    arguments give the same tokens on the same device. Raises UserError when the model's outputs are not finite.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    with _threads_for(model):
-        cache = model.new_cache(1, device)
-        for token in prompt:
-            logits = model.step(torch.tensor([token], device=device), cache)
-    for _ in range(n_tokens):
-        token = choose(logits[0].float().cpu(), temperature, top_p, generator)
+    """`n_tokens` new tokens after `prompt` (at least one token), one at a time; see `sample_batch`."""
+    for (token,) in sample_batch(model, [prompt], n_tokens, temperature, top_p, [seed], device):
         yield token
+
+
+@torch.no_grad()
+def sample_batch(
+    model: HybridModel,
+    prompts: Sequence[Sequence[int]],
+    n_tokens: int,
+    temperature: float,
+    top_p: float,
+    seeds: Sequence[int],
+    device: torch.device | str,
+    ends: Callable[[list[list[int]]], bool] = lambda written: False,
+) -> Iterator[list[int]]:
+    """`n_tokens` new tokens after each of `prompts` (of any lengths, at least one token each), one of each at a time.
+
+    Temperature 0 takes the likeliest token. Every sequence draws from its own seed. It ends early when `ends`, given all
+    that has been written, says so. A prompt runs through the model in one go, by itself; then all sequences together,
+    a token at a time. The precision is the one the model is in. NVFP4 quantizes activations in 1x16 blocks along features,
+    so a token is quantized as in training; only its tensor scale spans the prompt, or the batch's newest tokens, and not a
+    micro-batch. The same arguments give the same tokens on the same device. Raises UserError when the model's outputs
+    are not finite.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    caches, first = [], []
+    for prompt in prompts:
+        caches.append(model.new_cache(1, device))
+        first.append(model.prefill(torch.tensor([list(prompt)], device=device), caches[-1]))
+    logits, cache = torch.cat(first), caches[0] if len(caches) == 1 else join_caches(caches)
+    written: list[list[int]] = [[] for _ in prompts]
+    for i in range(n_tokens):
+        rows = logits.float().cpu()
+        tokens = [choose(row, temperature, top_p, g) for row, g in zip(rows, generators, strict=True)]
+        for sequence, token in zip(written, tokens, strict=True):
+            sequence.append(token)
+        yield tokens
+        if i + 1 == n_tokens or ends(written):
+            return
         with _threads_for(model):
-            logits = model.step(torch.tensor([token], device=device), cache)
+            logits = model.step(torch.tensor(tokens, device=device), cache)
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:

@@ -2,19 +2,26 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.hybrid import HybridModel, join_caches
 from nvfp4_train.model.init import initialize_
+from tests.tiny import every_block
 
 EXACT = {"rtol": 1e-11, "atol": 1e-11}
 
 
 @pytest.fixture
 def model(tiny):
-    model = HybridModel(tiny)
-    initialize_(model, seed=3)
+    return make_model(3)
+
+
+def make_model(seed):
+    model = HybridModel(every_block())
+    initialize_(model, seed)
     return model.double()
 
 
@@ -29,6 +36,22 @@ def test_a_packed_document_is_as_if_alone(model):
     alone = torch.cat([model(part) for part in row.split(lengths, dim=1)], dim=1)
     torch.testing.assert_close(model(row, seq_idx), alone, **EXACT)
     assert (model(row) - alone).abs().max() > 1e-3, "without seq_idx documents see each other"
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(0, 3))
+def test_gradients_of_packed_documents_are_those_of_each_alone(lengths, seed):
+    """Convolution, state and attention restart at every boundary, wherever chunks end: forward and backward."""
+    model = make_model(seed)
+    inputs, targets = tokens(1, sum(lengths), seed), tokens(1, sum(lengths), seed + 9)
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].int()
+    packed = model.loss(inputs, targets, seq_idx)[0]
+    parts = zip(inputs.split(lengths, dim=1), targets.split(lengths, dim=1), strict=True)
+    alone = sum(model.loss(*part)[0] for part in parts)
+    torch.testing.assert_close(packed, alone, **EXACT)
+    grads = [torch.autograd.grad(loss, list(model.parameters())) for loss in (packed, alone)]
+    for (name, _), a, b in zip(model.named_parameters(), *grads, strict=True):
+        assert (a - b).norm() <= 1e-10 * b.norm() + 1e-14, name
 
 
 def test_rows_of_a_batch_are_independent(model):
@@ -48,6 +71,29 @@ def test_decoding_step_by_step_equals_the_whole(model):
     cache = model.new_cache(2)
     steps = torch.stack([model.step(batch[:, i], cache) for i in range(batch.shape[1])], dim=1)
     torch.testing.assert_close(steps, model(batch), **EXACT)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 8, 13, 16, 19])
+def test_prefill_and_steps_equal_the_whole(model, length):
+    """Shorter than the convolution, whole chunks, ragged ones, several."""
+    batch = tokens(2, length + 4)
+    cache = model.new_cache(2)
+    logits = [model.prefill(batch[:, :length], cache)]
+    logits += [model.step(batch[:, i], cache) for i in range(length, length + 4)]
+    torch.testing.assert_close(torch.stack(logits, dim=1), model(batch)[:, length - 1 :], **EXACT)
+
+
+def test_sequences_of_several_lengths_decode_together_as_alone(model):
+    rows = [tokens(1, length, seed=length) for length in (9, 1, 4)]
+    caches = [model.new_cache(1) for _ in rows]
+    for row, cache in zip(rows, caches, strict=True):
+        model.prefill(row, cache)
+    together = join_caches(caches)
+    more = tokens(3, 5, seed=7)
+    steps = torch.stack([model.step(more[:, i], together) for i in range(5)], dim=1)
+    for row, extra, got in zip(rows, more, steps, strict=True):
+        alone = model(torch.cat((row, extra[None]), dim=1))[0, -5:]
+        torch.testing.assert_close(got, alone, **EXACT)
 
 
 @pytest.mark.parametrize("masked", [False, True])
