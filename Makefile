@@ -2,7 +2,8 @@
 #
 #   make train   a virtual environment, all it needs, then the quickstart experiment
 #   make test    the same environment with the test tools, then the tests
-#   make lint    ruff
+#   make lint    ruff, and the linters of the shell scripts and the Dockerfile
+#   make docker  the image for DGX clusters (docs/operations.md)
 #   make bench   kernel benchmarks of this machine
 #
 # Which torch: TORCH names the requirement, TORCH_INDEX the package index it comes from (README, "Which torch").
@@ -14,11 +15,14 @@ CUDA := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 TORCH ?= $(if $(CUDA),torch>=2.11$(comma)<2.15,torch==2.13.0)
 TORCH_INDEX ?=
 RUN_ARGS ?=
+DOCKER_TAG ?= nvfp4_train
+DOCKER_BASE ?=
+DOCKER_UID ?=
 comma := ,
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: train test lint bench clean
+.PHONY: train test lint bench docker clean
 
 train: $(VENV)/.installed
 	$(BIN)/python -m nvfp4_train.pretrain +experiment=quickstart $(RUN_ARGS)
@@ -28,9 +32,14 @@ test: $(VENV)/.installed-dev
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/shellcheck .ci/run $(wildcard scripts/*/*.sh scripts/*/*.sbatch)
+	$(BIN)/hadolint Dockerfile
 
 bench: $(VENV)/.installed
 	$(BIN)/python kernels/benchmarks/quantize.py
+
+docker:
+	docker build --tag $(DOCKER_TAG) $(if $(DOCKER_BASE),--build-arg BASE=$(DOCKER_BASE)) $(if $(DOCKER_UID),--build-arg UID=$(DOCKER_UID)) .
 
 clean:
 	rm -rf $(VENV)
