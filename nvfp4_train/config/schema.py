@@ -68,8 +68,16 @@ class PrecisionConfig:
 
 
 @dataclass
+class MixturePhaseConfig:
+    """How the corpora are mixed, from `start` (share of max_tokens) until the next phase starts."""
+
+    weights: dict[str, float] = MISSING  # {name in data.corpora: share of the tokens, up to a common factor}
+    start: float = 0.0
+
+
+@dataclass
 class DataConfig:
-    """Text and what becomes of it. With a prepared data set as source, only reset_state_at_documents matters."""
+    """Text and what becomes of it; of a prepared data set only the keys from `packing` on matter."""
 
     # "stdlib", a file, folder, glob or URL of text, "hf:NAME" (Hugging Face), or a prepared data set
     source: str = "stdlib"
@@ -86,7 +94,14 @@ class DataConfig:
     cache_dir: str | None = None  # prepared data; null: $XDG_CACHE_HOME/nvfp4_train
     valid_fraction: float = 0.02  # share of documents held out, by hash
     max_train_bytes: int | None = None  # of text, at most (documents chosen by hash)
+    # Instead of `source`: {name: source}; each held-out part is validated as valid/NAME, `mixture` says what is trained on.
+    corpora: dict[str, str] = field(default_factory=dict)
+    mixture: list[MixturePhaseConfig] = field(default_factory=list)
+    packing: str = (
+        "stream"  # stream: the text in one piece, cut into sequences; documents: whole ones where they fit
+    )
     reset_state_at_documents: bool = False  # Mamba state, convolution and attention restart at documents
+    workers: int = 1  # threads that read ahead; 0: the training step reads
 
 
 @dataclass

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nvfp4_train.atomic import write_text
-from nvfp4_train.data.shards import FORMAT_VERSION, Shard, ShardReader, again
+from nvfp4_train.data.shards import FORMAT_VERSION, OpenFiles, Shard, ShardReader, again, token_dtype
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.errors import DataError
 
@@ -88,9 +89,11 @@ class Dataset:
         self.manifest = read_manifest(path)
         self.tokenizer = Tokenizer(_read_tokenizer(path, self.manifest["tokenizer"]))
         self.hash = _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
+        self._files = OpenFiles()
         self._readers = {
             split: [
-                ShardReader(path, Shard(**shard), self.tokenizer.vocab_size) for shard in self._shards(split)
+                ShardReader(path, Shard(**shard), self.tokenizer.vocab_size, self._files)
+                for shard in self._shards(split)
             ]
             for split in SPLITS
         }
@@ -111,17 +114,27 @@ class Dataset:
         return int(self.manifest["splits"][split]["documents"])
 
     def tokens(self, split: str, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the split's stream as int64, across shards."""
-        starts = self._starts[split]
-        shard = int(np.searchsorted(starts, start, side="right")) - 1
-        parts = []
-        while start < stop:
-            end = min(stop, int(starts[shard + 1]))
-            parts.append(
-                self._readers[split][shard].read(start - int(starts[shard]), end - int(starts[shard]))
-            )
-            start, shard = end, shard + 1
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+        """Tokens [start, stop) of the split's stream across shards, int64."""
+        return self.raw_tokens(split, start, stop).astype(np.int64)
+
+    def raw_tokens(self, split: str, start: int, stop: int) -> np.ndarray:
+        """As `tokens`, in the type they are stored in; -1 is the place of the eos that stands before the stream."""
+        if start < 0:
+            eos = np.array([self.tokenizer.eos_id], dtype=token_dtype(self.tokenizer.vocab_size))
+            return np.concatenate([eos, self.raw_tokens(split, 0, stop)])
+        parts = [reader.read(first, last) for reader, _, first, last in self._shards_with(split, start, stop)]
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate([np.empty(0, token_dtype(self.tokenizer.vocab_size)), *parts])
+
+    def document_spans(self, split: str, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the documents that have tokens in [start, stop) of the split's stream begin and end (eos included)."""
+        begins, ends = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for reader, offset, first, last in self._shards_with(split, start, stop):
+            begin, end = reader.document_spans(first, last)
+            begins.append(begin + offset)
+            ends.append(end + offset)
+        return np.concatenate(begins), np.concatenate(ends)
 
     def documents(self, split: str) -> np.ndarray:
         """int64 [documents, 2]: where each document ends in the split's stream (eos included), bytes of its text."""
@@ -137,6 +150,15 @@ class Dataset:
     def readers(self, split: str | None = None) -> list[ShardReader]:
         """The shards of a split, or of all."""
         return [reader for name in ([split] if split else SPLITS) for reader in self._readers[name]]
+
+    def _shards_with(self, split: str, start: int, stop: int) -> Iterator[tuple[ShardReader, int, int, int]]:
+        """The shards that hold [start, stop) of the stream: reader, where it begins, and the part [first, last) of it."""
+        starts = self._starts[split]
+        i = int(np.searchsorted(starts, start, side="right")) - 1
+        while start < stop:
+            offset, end = int(starts[i]), min(stop, int(starts[i + 1]))
+            yield self._readers[split][i], offset, start - offset, end - offset
+            start, i = end, i + 1
 
     def _shards(self, split: str) -> list[dict[str, Any]]:
         return self.manifest["splits"][split]["shards"]

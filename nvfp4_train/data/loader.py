@@ -1,4 +1,4 @@
-"""Reads batches ahead of the training step, in a thread of its own."""
+"""Reads batches ahead of the training step, in threads of its own."""
 
 from __future__ import annotations
 
@@ -12,34 +12,54 @@ from nvfp4_train.data.sampler import Sampler
 
 
 class Loader:
-    """Batches of `sampler` from step `first_step` on, without end, at most `ahead` of them waiting.
+    """Batches of `sampler` from step `first_step` on, in order and without end.
 
-    `waited` is the time in seconds that `next` has waited so far. An error while reading is raised by `next`.
+    Each of the `workers` threads reads every workers-th step, at most `ahead` / workers (rounded up) of them waiting;
+    reading and converting tokens release Python's lock. Without workers, `next` reads. `waited` is the time in seconds
+    that `next` has waited so far. An error while reading is raised by the `next` whose batch it was.
     """
 
     def __init__(
-        self, sampler: Sampler, first_step: int, start: int = 0, count: int | None = None, ahead: int = 4
+        self,
+        sampler: Sampler,
+        first_step: int,
+        start: int = 0,
+        count: int | None = None,
+        *,
+        ahead: int = 4,
+        workers: int = 1,
+        pin_memory: bool = False,
     ) -> None:
-        """`start` and `count` choose sequences within each global batch, as in `Sampler.batch`."""
+        """`start` and `count` choose sequences within each global batch, as in `Sampler.batch`; `pin_memory` is for
+        batches that go to a GPU."""
         self.waited = 0.0
-        self._sampler, self._start, self._count = sampler, start, count
-        self._ready: queue.Queue[Batch | BaseException] = queue.Queue(ahead)
+        self._sampler, self._start, self._count, self._pin = sampler, start, count, pin_memory
+        self._first = self._next = first_step
         self._closing = threading.Event()
-        self._thread = threading.Thread(
-            target=self._read, args=(first_step,), name="data loader", daemon=True
-        )
-        self._thread.start()
+        self._ready: list[queue.Queue[Batch | BaseException]] = [
+            queue.Queue(-(-ahead // workers)) for _ in range(workers)
+        ]
+        self._threads = [
+            threading.Thread(target=self._work, args=(first_step + i,), name="data loader", daemon=True)
+            for i in range(workers)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def next(self) -> Batch:
         """The next step's batch."""
         if self._closing.is_set():
             raise ValueError("the loader is closed")
         begin = time.perf_counter()
-        item = self._ready.get()
-        self.waited += time.perf_counter() - begin
-        if isinstance(item, BaseException):
+        try:
+            item = self._queue(self._next).get() if self._threads else self._read(self._next)
+            if isinstance(item, BaseException):
+                raise item
+        except BaseException:
             self.close()
-            raise item
+            raise
+        self.waited += time.perf_counter() - begin
+        self._next += 1
         return item
 
     def __iter__(self) -> Iterator[Batch]:
@@ -47,13 +67,14 @@ class Loader:
             yield self.next()
 
     def close(self) -> None:
-        """Stop reading and wait for the thread."""
+        """Stop reading and wait for the threads."""
         self._closing.set()
-        while self._thread.is_alive():
-            try:
-                self._ready.get_nowait()  # makes room for a thread that waits to put a batch down
-            except queue.Empty:
-                self._thread.join(0.01)
+        for ready, thread in zip(self._ready, self._threads, strict=True):
+            while thread.is_alive():
+                try:
+                    ready.get_nowait()  # makes room for a thread that waits to put a batch down
+                except queue.Empty:
+                    thread.join(0.01)
 
     def __enter__(self) -> Loader:
         return self
@@ -61,10 +82,18 @@ class Loader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, step: int) -> None:
+    def _queue(self, step: int) -> queue.Queue[Batch | BaseException]:
+        return self._ready[(step - self._first) % len(self._ready)]
+
+    def _read(self, step: int) -> Batch:
+        batch = self._sampler.batch(step, self._start, self._count)
+        return batch.pin_memory() if self._pin else batch
+
+    def _work(self, step: int) -> None:
+        ready = self._queue(step)
         try:
             while not self._closing.is_set():
-                self._ready.put(self._sampler.batch(step, self._start, self._count))
-                step += 1
+                ready.put(self._read(step))
+                step += len(self._ready)
         except BaseException as error:
-            self._ready.put(error)
+            ready.put(error)

@@ -1,46 +1,68 @@
-"""Which sequences a training step sees, and the loader that reads them ahead of time.
+"""Which sequences a training step sees.
 
-The stream of a split (documents in order, each followed by eos) is cut into N = tokens // seq_len sequences;
-sequence k predicts the tokens [k * seq_len, (k + 1) * seq_len), and the rest at the end, shorter than a sequence, is
-left out. Steps take sequences one after the other from a random order of all N, which is another in every epoch.
+A step takes the next `global_batch_size` places of the run. `mixture.Draw` says from which corpus each is drawn, and
+how many sequences of that corpus came before; these walk through the corpus's sequences (`sequences`) in a random
+order, which is another in every epoch. All of it is computed from the numbers of the step and the place, so any step
+can be asked for, in any order, by any number of processes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
 import numpy as np
 
-from nvfp4_train.data.batch import Batch, make_batch, window
+from nvfp4_train.data.batch import Batch, read_batch
 from nvfp4_train.data.dataset import Dataset
+from nvfp4_train.data.mixture import Draw, Segment
 from nvfp4_train.data.permutation import permute
-from nvfp4_train.errors import DataError
+from nvfp4_train.data.sequences import DocumentSequences, StreamSequences
+
+PACKINGS = {"stream": StreamSequences, "documents": DocumentSequences}
+SPLIT = "train"
+_BLOCK = 1024  # places located in one go: as cheap as a few
 
 
 class Sampler:
-    """The global batch of each step: a pure function of the data set, the arguments here, and the step."""
+    """The global batch of each step: a pure function of the data sets, the arguments here, and the step."""
 
     def __init__(
         self,
-        dataset: Dataset,
-        split: str = "train",
+        data: Dataset | Mapping[str, Dataset],
+        segments: Sequence[Segment] = (),
         *,
         seq_len: int,
         global_batch_size: int,
         seed: int,
+        packing: str = "stream",
         reset_state_at_documents: bool = False,
     ) -> None:
-        """Raises DataError when the split is shorter than one sequence."""
-        self.dataset, self.split = dataset, split
+        """`data` is one data set, or several by name with the `segments` that mix them (`mixture.planned`).
+
+        Raises DataError for a corpus that is trained on and too small for a sequence.
+        """
+        if not isinstance(data, Mapping):
+            data, segments = {"": data}, [Segment(0, {"": 1.0})]
         self.seq_len, self.global_batch_size, self.seed = seq_len, global_batch_size, seed
         self.reset_state_at_documents = reset_state_at_documents
-        self.n_sequences = dataset.n_tokens(split) // seq_len
-        if not self.n_sequences:
-            raise DataError(
-                f"{dataset.path} has {dataset.n_tokens(split)} tokens to train on, less than one sequence of "
-                f"training.seq_len={seq_len}: give more text, or shorten the sequence."
-            )
+        self._draw = Draw(segments, global_batch_size, seed)
+        self._datasets = [data[name] for name in self._draw.names]
+        self._sequences = [PACKINGS[packing](dataset, SPLIT, seq_len) for dataset in self._datasets]
+        self._counts = np.array([sequences.count for sequences in self._sequences], dtype=np.uint64)
+        self._eos_id = self._datasets[0].tokenizer.eos_id
+        self._block = lru_cache(8)(self._locate_block)
 
-    def sequences(self, step: int, start: int = 0, count: int | None = None) -> np.ndarray:
-        """Numbers of the sequences [start, start + count) of the global batch of `step` (from 0), uint64 [count].
+    @property
+    def n_sequences(self) -> dict[str, int]:
+        """Sequences of an epoch, by corpus."""
+        return dict(zip(self._draw.names, self._counts.tolist(), strict=True))
+
+    def sequences(
+        self, step: int, start: int = 0, count: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of the sequences [start, start + count) of the global batch of `step` (from 0): the numbers of their corpora in
+        `n_sequences` (int64), their epochs and their numbers in the corpus (uint64), each [count].
 
         count None: all from `start` on.
         """
@@ -49,16 +71,24 @@ class Sampler:
             raise ValueError(
                 f"sequences [{start}, {start + count}) of step {step} are not in the global batch"
             )
-        places = np.uint64(step * self.global_batch_size + start) + np.arange(count, dtype=np.uint64)
-        epoch, index = np.divmod(places, np.uint64(self.n_sequences))
-        return permute(index, self.n_sequences, self.seed, epoch)
+        first = step * self.global_batch_size + start
+        blocks = range(first // _BLOCK, -(-(first + count) // _BLOCK))
+        located = [self._block(block) for block in blocks]
+        here = slice(first % _BLOCK, first % _BLOCK + count)
+        corpora, epochs, numbers = (np.concatenate(parts)[here] for parts in zip(*located, strict=True))
+        return corpora, epochs, numbers
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> Batch:
         """Sequences [start, start + count) of the global batch of `step`: tokens and targets int64 [count, seq_len]."""
-        windows = np.stack(
-            [
-                window(self.dataset, self.split, k * self.seq_len, (k + 1) * self.seq_len)
-                for k in self.sequences(step, start, count).tolist()
-            ]
-        )
-        return make_batch(windows, self.dataset.tokenizer.eos_id, self.reset_state_at_documents)
+        corpora, _, numbers = self.sequences(step, start, count)
+        rows = [
+            (self._datasets[corpus], self._sequences[corpus].spans(number))
+            for corpus, number in zip(corpora.tolist(), numbers.tolist(), strict=True)
+        ]
+        return read_batch(rows, SPLIT, self.seq_len, self._eos_id, self.reset_state_at_documents)
+
+    def _locate_block(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        corpora, index = self._draw.places(block * _BLOCK, _BLOCK)
+        sizes = self._counts[corpora]
+        epochs, index = np.divmod(index, sizes)
+        return corpora, epochs, permute(index, sizes, self.seed, epochs)

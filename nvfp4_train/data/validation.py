@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from nvfp4_train.data.batch import Batch, make_batch, window
+from nvfp4_train.data.batch import Batch, window_batch
 from nvfp4_train.data.dataset import Dataset
 
 
@@ -32,10 +32,17 @@ def iterate_valid(
     eos = dataset.tokenizer.eos_id
     per_batch = batch_size * seq_len
     for start in range(0, total, per_batch):
-        stream = window(dataset, "valid", start, min(start + per_batch, total))
+        stream = _window(dataset, start, min(start + per_batch, total))
         n = len(stream) - 1
         n_bytes = int(dataset.tokenizer.byte_lengths[stream[1:]].sum())
         stream = np.concatenate([stream, np.full(per_batch - n, eos)])
         windows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len]
         mask = None if n == per_batch else np.arange(per_batch).reshape(batch_size, seq_len) < n
-        yield make_batch(windows, eos, reset_state_at_documents, mask), n_bytes
+        yield window_batch(windows, eos, reset_state_at_documents, mask), n_bytes
+
+
+def _window(dataset: Dataset, start: int, stop: int) -> np.ndarray:
+    """Tokens [start - 1, stop) of the held-out stream, int64; an eos stands before its first token."""
+    if start:
+        return dataset.tokens("valid", start - 1, stop)
+    return np.concatenate([[dataset.tokenizer.eos_id], dataset.tokens("valid", 0, stop)])

@@ -53,6 +53,15 @@ def test_orders_look_random_and_differ_by_seed_and_epoch():
     assert abs(steps) < 0.01
 
 
+def test_sizes_may_differ_from_index_to_index():
+    """Corpora of any sizes share one call."""
+    sizes = np.array([1, 2, 3, 1000, 4, 5, 16, 17, 10**13] * 20, dtype=np.uint64)
+    index, epoch = np.arange(180, dtype=np.uint64) % sizes, np.arange(180, dtype=np.uint64) // 7
+    together = permute(index, sizes, 5, epoch)
+    for i in range(180):
+        assert together[i] == permute(index[i : i + 1], int(sizes[i]), 5, epoch[i : i + 1])[0]
+
+
 def test_a_huge_range_costs_nothing():
     n = 10**13 + 7
     index = np.arange(n - 64, n, dtype=np.uint64)
@@ -64,12 +73,13 @@ def test_a_huge_range_costs_nothing():
 
 def test_every_sequence_comes_once_an_epoch_in_another_order(dataset):
     s = sampler(dataset)
-    n = s.n_sequences
+    (n,) = s.n_sequences.values()
     assert n == dataset.n_tokens("train") // 32 > 100
     steps = -(-3 * n // 6)
-    stream = np.concatenate([s.sequences(step) for step in range(steps)])
-    epochs = [stream[e * n : (e + 1) * n].tolist() for e in range(3)]
-    assert all(sorted(epoch) == list(range(n)) for epoch in epochs)
+    _, epoch, number = (np.concatenate(parts) for parts in zip(*map(s.sequences, range(steps)), strict=True))
+    assert (epoch == np.arange(6 * steps) // n).all()
+    epochs = [number[e * n : (e + 1) * n].tolist() for e in range(3)]
+    assert all(sorted(numbers) == list(range(n)) for numbers in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
 
 
@@ -102,8 +112,9 @@ def test_one_epoch_of_targets_is_the_text_and_inputs_are_one_behind(dataset):
     s = sampler(dataset, global_batch_size=1)
     stream = dataset.tokens("train", 0, dataset.n_tokens("train"))
     seen = np.zeros(len(stream), dtype=int)
-    for step in range(s.n_sequences):
-        (k,) = s.sequences(step).tolist()
+    (n,) = s.n_sequences.values()
+    for step in range(n):
+        k = s.sequences(step)[2].item()
         batch = s.batch(step)
         assert batch.tokens.shape == batch.targets.shape == (1, 32)
         assert batch.tokens.dtype == batch.targets.dtype == torch.int64
@@ -113,8 +124,8 @@ def test_one_epoch_of_targets_is_the_text_and_inputs_are_one_behind(dataset):
         before = dataset.tokenizer.eos_id if k == 0 else stream[k * 32 - 1]
         assert batch.tokens[0].tolist() == [before, *stream[k * 32 : (k + 1) * 32 - 1].tolist()]
         seen[k * 32 : (k + 1) * 32] += 1
-    assert (seen[: s.n_sequences * 32] == 1).all()
-    assert len(stream) - s.n_sequences * 32 < 32
+    assert (seen[: n * 32] == 1).all()
+    assert len(stream) - n * 32 < 32
 
 
 def test_seq_idx_steps_at_the_eos_before_a_document(dataset):

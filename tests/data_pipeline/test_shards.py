@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from nvfp4_train.data.dataset import TOKENIZER, is_dataset, open_dataset, write_manifest
 from nvfp4_train.data.sampler import Sampler
-from nvfp4_train.data.shards import Shard, ShardReader, SplitWriter
+from nvfp4_train.data.shards import OpenFiles, Shard, ShardReader, SplitWriter
 from nvfp4_train.errors import DataError
 
 
@@ -147,6 +148,40 @@ def test_a_folder_of_something_else_is_no_data_set(tmp_path):
         open_dataset(tmp_path)
     (tmp_path / "manifest.json").write_text('{"name": "an app"}')
     assert not is_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_a_shard_that_is_cut_while_a_run_reads_is_named(copy, packing):
+    """With a memory map this would kill the process."""
+    sampler = Sampler(open_dataset(copy), seq_len=64, global_batch_size=64, seed=0, packing=packing)
+    sampler.batch(0)
+    path = copy / "train-00000.bin"
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(DataError, match=r"train-00000\.bin was truncated while it was in use"):
+        sampler.batch(1)
+
+
+def test_an_index_out_of_order_is_named(copy):
+    path = copy / "train-00000.idx"
+    content = bytearray(path.read_bytes())
+    content[16:] = bytes(len(content) - 16)
+    path.write_bytes(content)
+    sampler = Sampler(open_dataset(copy), seq_len=64, global_batch_size=64, seed=0, packing="documents")
+    with pytest.raises(DataError, match=r"train-00000\.idx is damaged"):
+        sampler.batch(0)
+
+
+def test_more_shards_than_may_be_open(tmp_path):
+    """Their files are opened again when they are needed again."""
+    writer = SplitWriter(tmp_path, "train", 384, shard_tokens=1)
+    for i in range(40):
+        writer.append(np.array([i, i + 1]), n_bytes=1)
+    files = OpenFiles(limit=3)
+    readers = [ShardReader(tmp_path, Shard(**shard), 384, files) for shard in writer.close()["shards"]]
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        assert [reader.read(0, 2).tolist() for reader in readers] == [[i, i + 1] for i in range(40)]
+    assert len(os.listdir("/proc/self/fd")) <= before + 3
 
 
 def test_a_token_beyond_the_vocabulary_stops_the_read(copy):
