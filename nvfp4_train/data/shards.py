@@ -183,7 +183,7 @@ class OpenFiles:
 
     def __init__(self, limit: int = 256) -> None:
         # Whoever reads holds the file object: one that is dropped here is closed after the last read from it.
-        self._open = lru_cache(limit)(lambda path: open(path, "rb", buffering=0))
+        self._open = lru_cache(limit)(lambda path: open(path, "rb", buffering=0))  # noqa: SIM115
 
     def read(self, path: Path, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size). Raises DataError naming the file when they can't be read."""

@@ -122,12 +122,12 @@ def test_a_batch_of_documents_predicts_each_token_from_the_one_before(lengths, s
 def test_a_corpus_smaller_than_one_sequence(packing):
     tiny = Documents([3, 4])
     if packing == "stream":
-        with pytest.raises(DataError, match="data.packing=documents"):
+        with pytest.raises(DataError, match=r"data\.packing=documents"):
             StreamSequences(tiny, "train", 16)
     else:
         sampler = Sampler(tiny, seq_len=16, global_batch_size=3, seed=0, packing=packing)
         assert sampler.batch(5).mask.sum(1).tolist() == [7, 7, 7]
-    with pytest.raises(DataError, match="no tokens to train on|less than one sequence"):
+    with pytest.raises(DataError, match=r"no tokens to train on|less than one sequence"):
         Sampler(Documents([]), seq_len=16, global_batch_size=1, seed=0, packing=packing)
 
 
