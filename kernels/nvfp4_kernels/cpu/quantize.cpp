@@ -7,16 +7,18 @@
 #include <cstdint>
 #include <cstring>
 #include <cmath>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint64_t u64x16 __attribute__((vector_size(128)));
+typedef uint64_t u64x8 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 typedef int32_t i32x8 __attribute__((vector_size(32)));
 typedef int32_t i32x4 __attribute__((vector_size(16)));
-typedef uint16_t u16x8 __attribute__((vector_size(16)));
 typedef uint8_t u8x8 __attribute__((vector_size(8)));
 
 static constexpr float kFltMax = 3.402823466e+38f;
@@ -64,6 +66,18 @@ static inline f32x16 round_to_bf16(f32x16 v) {  // nearest even; NaN stays NaN
   return v == v ? as_f((i32x16)r) : v;
 }
 
+// Largest value of each of 16 vectors: halves of two are compared in one vector, 15 comparisons in all.
+static inline i32x16 reduce_rows(i32x16 v[16]) {
+  const i32x16 a8 = {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}, b8 = a8 + 8;
+  const i32x16 a4 = {0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27}, b4 = a4 + 4;
+  const i32x16 a2 = {0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29}, b2 = a2 + 2;
+  const i32x16 a1 = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30}, b1 = a1 + 1;
+  for (int i = 0; i < 8; i++) v[i] = imax(__builtin_shuffle(v[2 * i], v[2 * i + 1], a8), __builtin_shuffle(v[2 * i], v[2 * i + 1], b8));
+  for (int i = 0; i < 4; i++) v[i] = imax(__builtin_shuffle(v[2 * i], v[2 * i + 1], a4), __builtin_shuffle(v[2 * i], v[2 * i + 1], b4));
+  for (int i = 0; i < 2; i++) v[i] = imax(__builtin_shuffle(v[2 * i], v[2 * i + 1], a2), __builtin_shuffle(v[2 * i], v[2 * i + 1], b2));
+  return imax(__builtin_shuffle(v[0], v[1], a1), __builtin_shuffle(v[0], v[1], b1));
+}
+
 // Largest absolute value, as bits: integer order is magnitude order, and NaN comes out on top.
 static inline int32_t reduce_bits(i32x16 v) {
   i32x8 a, b; memcpy(&a, &v, 32); memcpy(&b, (char*)&v + 32, 32);
@@ -76,9 +90,8 @@ static inline int32_t reduce_bits(i32x16 v) {
 
 // Sixteen codes of one row -> eight bytes.
 static inline void store_codes(uint8_t* out, i32x16 codes) {
-  u8x16 c = __builtin_convertvector((u32x16)codes, u8x16);
-  u16x8 pair; memcpy(&pair, &c, 16);
-  u8x8 packed = __builtin_convertvector((pair & 15) | ((pair >> 8) << 4), u8x8);
+  u64x8 pairs = (u64x8)codes;
+  u8x8 packed = __builtin_convertvector(pairs | (pairs >> 28), u8x8);
   memcpy(out, &packed, 8);
 }
 
@@ -110,40 +123,48 @@ static inline u8x16 scale_bytes(f32x16 s) {
   return __builtin_convertvector((u32x16)b & 255u, u8x16);
 }
 
-// |y| -> E2M1 magnitude. The exponent's step and the magic-number sum round to nearest, ties to even.
-static inline f32x16 exponent_step(f32x16 a) {
-  i32x16 e = imax((as_i(a) >> 23) & 255, i32x16{} + 127);
-  return as_f((e - 1) << 23);
-}
+// max(1, largest power of two not above a): twice E2M1's step at a < 8.
+static inline f32x16 binade(f32x16 a) { return as_f(as_i(vmax(a, splat(1.0f))) & 0x7f800000); }
+
+// |y| <= 6 -> E2M1 magnitude: the sum with 1.5 x 2^23 steps rounds to nearest, ties to even.
 static inline f32x16 round_nearest(f32x16 a) {
-  f32x16 magic = exponent_step(a) * 12582912.0f;
+  f32x16 magic = binade(a) * 6291456.0f;
   return (a + magic) - magic;
 }
+// From 1 on the grid is what one bit below the leading one can say, below 1 it is 0 and 0.5.
 static inline f32x16 round_stochastic(f32x16 a, f32x16 bytes) {
-  f32x16 t = a + bytes * (1.0f / 256) * exponent_step(a);
-  i32x16 e = imax((as_i(t) >> 23) & 255, i32x16{} + 127);
-  f32x16 inverse = as_f((255 - e) << 23);                    // 1 / step: exact
-  f32x16 floor = __builtin_convertvector(__builtin_convertvector(t * inverse, i32x16), f32x16);
-  return vmin(floor * as_f((e - 1) << 23), splat(6.0f));
+  f32x16 t = a + bytes * (1.0f / 512) * binade(a);
+  f32x16 low = t >= 0.5f ? splat(0.5f) : f32x16{};
+  return vmin(t < 1.0f ? low : as_f(as_i(t) & (int32_t)0xffc00000), splat(6.0f));
 }
 
+// x -> magnitude, and the code's sign in bit 31: adding 0 clears that of -0.0, whose code is 0.
 static inline f32x16 quantize(f32x16 x, f32x16 encode, const f32x16* bytes, i32x16* sign) {
-  f32x16 y = vmax(vmin(x * encode, splat(6.0f)), splat(-6.0f));
-  *sign = y < 0.0f;
-  f32x16 a = vabs(y);
+  f32x16 y = x * encode;
+  *sign = as_i(y + 0.0f) & (int32_t)0x80000000;
+  f32x16 a = vmin(vabs(y), splat(6.0f));
   return bytes ? round_stochastic(a, *bytes) : round_nearest(a);
 }
+static inline f32x16 operand(f32x16 q, i32x16 sign, f32x16 scale) { return as_f(as_i(q * scale) | sign); }
 
+// From 1 on a code is the exponent and the bit below it; 0.5 has code 1.
 static inline i32x16 code(f32x16 q, i32x16 sign) {
-  f32x16 c = q < 2.0f ? q * 2.0f : (q < 4.0f ? q + 2.0f : q * 0.5f + 4.0f);
-  return __builtin_convertvector(c, i32x16) | (sign & 8);
+  return imax((as_i(q) >> 22) - 252, (q >= 0.5f) & 1) | (i32x16)((u32x16)sign >> 28);
 }
 
 // Philox4x32-10 for 16 counters at once.
+static inline u64x8 mul32(u64x8 a, uint64_t m) {  // of the low halves
+#ifdef __AVX512F__
+  return (u64x8)_mm512_mul_epu32((__m512i)a, (__m512i)(u64x8{} + m));
+#else
+  return (a & 0xffffffffu) * m;
+#endif
+}
 static inline void mul_hi_lo(u32x16 a, uint64_t m, u32x16* hi, u32x16* lo) {
-  u64x16 p = __builtin_convertvector(a, u64x16) * m;
-  *lo = __builtin_convertvector(p, u32x16);
-  *hi = __builtin_convertvector(p >> 32, u32x16);
+  u64x8 even = mul32((u64x8)a, m), odd = mul32((u64x8)a >> 32, m);
+  const u64x8 low = u64x8{} + 0xffffffffu;
+  *hi = (u32x16)((even >> 32) | (odd & ~low));
+  *lo = (u32x16)((even & low) | (odd << 32));
 }
 static inline void philox(u32x16 c[4], uint32_t k0, uint32_t k1) {
   for (int i = 0; i < 10; i++) {
@@ -161,29 +182,33 @@ static inline u32x16 iota() { return u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11
 template <typename T>
 static void rows_tile(const T* x, int64_t cols, int64_t row, int64_t col, int height, const Half& h, TensorScale t) {
   f32x16 v[16];
-  int32_t amax_bits[16] = {};
-  for (int r = 0; r < height; r++) {
-    v[r] = load(x + (row + r) * cols + col);
-    amax_bits[r] = reduce_bits(as_i(v[r]) & 0x7fffffff);
+  i32x16 bits[16];
+  for (int r = 0; r < 16; r++) {
+    v[r] = load(x + (row + (r < height ? r : 0)) * cols + col);
+    bits[r] = as_i(v[r]) & 0x7fffffff;
   }
-  f32x16 block_amax; memcpy(&block_amax, amax_bits, 64);
+  f32x16 block_amax = as_f(reduce_rows(bits));
   f32x16 scales = block_scale(block_amax, t), encodes = encode_factor(scales, t);
   float scale[16], encode[16];
   memcpy(scale, &scales, 64); memcpy(encode, &encodes, 64);
-  uint32_t words[16][4];
+  u32x16 words[4];  // four rows each
   if (h.stochastic) {
     const int64_t* k = h.key;
     u32x16 c[4] = {u32x16{} + (uint32_t)(k[5] + col / 16), iota() + (uint32_t)(k[4] + row),
                    u32x16{} + (uint32_t)k[2], u32x16{} + (uint32_t)k[3]};
     philox(c, (uint32_t)k[0], (uint32_t)k[1]);
-    uint32_t lanes[4][16]; memcpy(lanes, c, 256);
-    for (int r = 0; r < 16; r++) for (int w = 0; w < 4; w++) words[r][w] = lanes[w][r];
+    const i32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+    const i32x16 first = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23}, second = first + 8;
+    u32x16 a = __builtin_shuffle(c[0], c[1], low), b = __builtin_shuffle(c[2], c[3], low);
+    u32x16 d = __builtin_shuffle(c[0], c[1], high), e = __builtin_shuffle(c[2], c[3], high);
+    words[0] = __builtin_shuffle(a, b, first); words[1] = __builtin_shuffle(a, b, second);
+    words[2] = __builtin_shuffle(d, e, first); words[3] = __builtin_shuffle(d, e, second);
   }
   u8x16 bytes_of_scale = scale_bytes(scales);
   for (int r = 0; r < height; r++) {
     f32x16 random;
     if (h.stochastic) {
-      u8x16 b; memcpy(&b, words[r], 16);
+      u8x16 b; memcpy(&b, (char*)words + 16 * r, 16);
       random = __builtin_convertvector(b, f32x16);
     }
     i32x16 sign;
@@ -192,23 +217,30 @@ static void rows_tile(const T* x, int64_t cols, int64_t row, int64_t col, int he
       store_codes(h.codes + (row + r) * (cols / 2) + col / 2, code(q, sign));
       h.scales[(row + r) * (cols / 16) + col / 16] = bytes_of_scale[r];
     } else {
-      f32x16 o = q * scale[r];
-      store_operand(h.operand, (row + r) * cols + col, sign ? -o : o, h.output);
+      store_operand(h.operand, (row + r) * cols + col, operand(q, sign, splat(scale[r])), h.output);
     }
   }
 }
 
+// The first three of the four stages of the Hadamard transform, signs first.
 static inline void butterfly(f32x16 v[16], const float* signs) {
   for (int i = 0; i < 16; i++) v[i] = v[i] * signs[i];
-#pragma GCC unroll 4
-  for (int s = 1; s < 16; s *= 2)
+#pragma GCC unroll 3
+  for (int s = 1; s < 8; s *= 2)
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++)
       if (!(i & s)) {
         f32x16 a = v[i], b = v[i + s];
         v[i] = a + b; v[i + s] = a - b;
       }
-  for (int i = 0; i < 16; i++) v[i] = round_to_bf16(v[i] * 0.25f);
+}
+static inline void hadamard(f32x16 v[16], const float* signs) {
+  butterfly(v, signs);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    f32x16 a = v[i], b = v[i + 8];
+    v[i] = round_to_bf16((a + b) * 0.25f); v[i + 8] = round_to_bf16((a - b) * 0.25f);
+  }
 }
 
 // 16 rows (tokens) x 16 columns (channels), column-wise: lane = channel, register = token.
@@ -216,7 +248,7 @@ template <typename T>
 static void columns_tile(const T* x, int64_t cols, int64_t row, int64_t col, const Half& h, TensorScale t, const float* signs) {
   f32x16 v[16];
   for (int r = 0; r < 16; r++) v[r] = load(x + (row + r) * cols + col);
-  if (h.hadamard) butterfly(v, signs);
+  if (h.hadamard) hadamard(v, signs);
   i32x16 bits{};
   for (int r = 0; r < 16; r++) bits = imax(bits, as_i(v[r]) & 0x7fffffff);
   f32x16 scale = block_scale(as_f(bits), t), encode = encode_factor(scale, t);
@@ -239,8 +271,7 @@ static void columns_tile(const T* x, int64_t cols, int64_t row, int64_t col, con
       u8x16 packed = __builtin_convertvector(low | (k << 4), u8x16);
       memcpy(h.codes + (row + r) / 2 * cols + col, &packed, 16);
     } else {
-      f32x16 o = q * scale;
-      store_operand(h.operand, (row + r) * cols + col, sign ? -o : o, h.output);
+      store_operand(h.operand, (row + r) * cols + col, operand(q, sign, scale), h.output);
     }
   }
   if (h.output == CODES) {
@@ -263,6 +294,7 @@ static void quantize_halves(const T* x, int64_t rows, int64_t cols, const Half* 
   }
 }
 
+// The transform's rounding is monotonic, so the maximum alone is rounded; its last stage is max(|a + b|, |a - b|) = |a| + |b|.
 template <typename T>
 static void amax_pair(const T* x, int64_t rows, int64_t cols, int hadamard, const float* signs, float* out) {
   int32_t raw = 0, transformed = 0;
@@ -278,10 +310,10 @@ static void amax_pair(const T* x, int64_t rows, int64_t cols, int hadamard, cons
       }
       if (hadamard) {
         butterfly(v, signs);
-        for (int r = 0; r < 16; r++) n = imax(n, as_i(v[r]) & 0x7fffffff);
+        for (int r = 0; r < 8; r++) n = imax(n, as_i(vabs(v[r]) + vabs(v[r + 8])));
       }
     }
-    int32_t a = reduce_bits(m), b = reduce_bits(n);
+    int32_t a = reduce_bits(m), b = reduce_bits(as_i(round_to_bf16(as_f(n) * 0.25f)));
     raw = a > raw ? a : raw;
     transformed = b > transformed ? b : transformed;
   }
@@ -312,8 +344,7 @@ static void quantize_square(const T* x, int64_t rows, int64_t cols, const Half* 
           store_codes(h->codes + (row + r) * (cols / 2) + col / 2, code(q, sign));
           h->scales[(row + r) * (cols / 16) + col / 16] = byte;
         } else {
-          f32x16 o = q * scale;
-          store_operand(h->operand, (row + r) * cols + col, sign ? -o : o, h->output);
+          store_operand(h->operand, (row + r) * cols + col, operand(q, sign, scale), h->output);
         }
       }
     }
@@ -327,10 +358,8 @@ static inline f32x16 scale_value(u8x16 b) {
 }
 
 static inline f32x16 element_value(i32x16 c) {
-  i32x16 m = c & 7;
-  f32x16 f = __builtin_convertvector(m, f32x16);
-  f32x16 q = m < 4 ? f * 0.5f : (m < 6 ? f - 2.0f : f * 2.0f - 8.0f);
-  return (c & 8) != 0 ? -q : q;
+  const f32x16 values = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  return __builtin_shuffle(values, c);  // takes the index modulo 16
 }
 
 extern "C" {
@@ -361,7 +390,7 @@ void nvfp4_expand_columns(const uint8_t* codes, const uint8_t* scales, int64_t r
       for (int r = 0; r < 16; r += 2) {
         u8x16 p; memcpy(&p, codes + (row + r) / 2 * cols + col, 16);
         i32x16 c = (i32x16)__builtin_convertvector(p, u32x16);
-        store_operand(operand, (row + r) * cols + col, element_value(c & 15) * scale, output);
+        store_operand(operand, (row + r) * cols + col, element_value(c) * scale, output);
         store_operand(operand, (row + r + 1) * cols + col, element_value(c >> 4) * scale, output);
       }
     }
