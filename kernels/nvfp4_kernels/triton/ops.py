@@ -195,3 +195,31 @@ def expand_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         num_warps=LANES // 32, **OPTIONS,
     )  # fmt: skip
     return out
+
+
+def rms_norm(x, gate, weight, eps: float, groups: int, hadamard):
+    """As `producers.rms_norm`, in one kernel."""
+    from nvfp4_kernels.triton.producers import norm_kernel
+
+    rows, cols = x.shape
+    y = torch.empty(rows, cols, dtype=torch.bfloat16, device=x.device)
+    rstd = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
+    norm_kernel[(-(-rows // BLOCK),)](
+        _words(x), None if gate is None else _words(gate), weight, y.view(torch.int64), rstd, amax, rows, cols, eps,
+        BF16=x.dtype == torch.bfloat16, GATED=gate is not None, GROUP=cols // groups, SIGNS=_sign_bits(hadamard),
+        LANES=2 * LANES, num_warps=LANES // 16,
+    )  # fmt: skip
+    return y, rstd, amax.view(torch.float32)
+
+
+def squared_relu(x: torch.Tensor, hadamard) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `producers.squared_relu`, in one kernel."""
+    from nvfp4_kernels.triton.producers import squared_relu_kernel
+
+    y, amax = torch.empty_like(x), torch.zeros(2, dtype=torch.int32, device=x.device)
+    grid = min(_tiles(x.shape), 8 * _processors(x.device))
+    squared_relu_kernel[(grid,)](
+        _words(x), y.view(torch.int64), amax, *x.shape, _sign_bits(hadamard), LANES, num_warps=LANES // 32, **OPTIONS
+    )  # fmt: skip
+    return y, amax.view(torch.float32)

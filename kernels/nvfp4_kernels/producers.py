@@ -1,0 +1,45 @@
+"""What makes a linear layer's input, with the input's amax: on GPUs in the same pass (`triton/producers.py`).
+
+Elsewhere the same functions are plain PyTorch. The results of norms may differ in last bits between devices, as sums do; amax
+is that of the result returned.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from nvfp4_kernels.quantize import amax as measure
+from nvfp4_kernels.triton import ops as gpu
+
+
+def rms_norm(
+    x: torch.Tensor,
+    gate: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    groups: int = 1,
+    hadamard: tuple[int, ...] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """RMSNorm of x, or of x * silu(gate), each of `groups` slices by itself.
+
+    x: bf16 or fp32 [T, n]; gate: bf16 [T, n] or None; weight: fp32 [n]; n / groups a multiple of 4. Returns y bf16 [T, n],
+    1 / rms fp32 [T, groups], and amax fp32 [2] of y: raw, and after the transform along tokens (0 without `hadamard`).
+    """
+    if gpu.supports(x):
+        return gpu.rms_norm(x, gate, weight, eps, groups, hadamard)
+    v = x.float() if gate is None else x.float() * F.silu(gate.float())
+    v = v.unflatten(-1, (groups, -1))
+    scale = torch.rsqrt(v.square().mean(-1) + eps)
+    y = ((v * scale[..., None]).flatten(-2) * weight).to(torch.bfloat16)
+    return y, scale, measure(y, hadamard)
+
+
+def squared_relu(
+    x: torch.Tensor, hadamard: tuple[int, ...] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """max(x, 0)^2 of x bf16 [T, n], rounded once, and its amax fp32 [2] as in `rms_norm`."""
+    if gpu.supports(x):
+        return gpu.squared_relu(x, hadamard)
+    y = F.relu(x).square()
+    return y, measure(y, hadamard)
