@@ -1,6 +1,6 @@
 """Quantize kernels and the quantized linear on one CUDA GPU, beside the ceilings measured in the same run.
 
-    python kernels/benchmarks/quantize_gpu.py [kernels | gemm | linear] ...
+    python kernels/benchmarks/quantize_gpu.py [kernels | producers | gemm | linear] ...
 
 Bandwidth counts only the bytes that must move; the copy rate counts bytes read and written.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 import triton
-from nvfp4_kernels import ROLE_COLUMNS, SIGNS, CounterKey, amax, backend_report, gemm, quantize
+from nvfp4_kernels import ROLE_COLUMNS, SIGNS, CounterKey, amax, backend_report, gemm, producers, quantize
 from nvfp4_kernels import quantize_rows_and_columns as both_of
 from triton.testing import do_bench, do_bench_cudagraph
 
@@ -72,13 +72,30 @@ def kernels() -> None:
         "column codes -> operand": (2.5625, codes.operand),
         "row codes -> operand": (2.5625, row_codes.operand),
     }
+    table(f"{SIZE} x {SIZE} bf16, Hadamard on columns", x.numel(), cases)
+
+
+def table(title: str, elements: int, cases: dict[str, tuple[float, Callable[[], object]]]) -> None:
+    """Print time, bandwidth and share of the copy rate. cases: {kernel: (bytes an element that must move, call)}."""
     ceiling = copy_rate()
-    print(f"{SIZE} x {SIZE} bf16, Hadamard on columns; copy rate {ceiling / 1e12:.2f} TB/s")
+    print(f"{title}; copy rate {ceiling / 1e12:.2f} TB/s")
     print(f"{'kernel':<40}{'B/element':>10}{'ms':>9}{'GB/s':>8}{'of copy':>9}")
     for name, (size, call) in cases.items():
         ms = kernel_ms(call)
-        rate = size * x.numel() / ms * 1e3
+        rate = size * elements / ms * 1e3
         print(f"{name:<40}{size:>10.4g}{ms:>9.4f}{rate / 1e9:>8.0f}{rate / ceiling:>9.0%}", flush=True)
+
+
+def norms() -> None:
+    """What makes a linear's input and measures it in the same pass, beside the copy rate. Bytes: inputs and result once."""
+    x = torch.randn(2 * SIZE, SIZE // 2, device="cuda").bfloat16()
+    scan, weight = torch.randn_like(x, dtype=torch.float32), torch.rand(SIZE // 2, device="cuda")
+    cases = {
+        "RMSNorm + both amax": (4, lambda: producers.rms_norm(x, None, weight, 1e-5, 1, SIGNS)),
+        "gated norm, 8 groups + both amax": (8, lambda: producers.rms_norm(scan, x, weight, 1e-5, 8, SIGNS)),
+        "squared ReLU + both amax": (4, lambda: producers.squared_relu(x, SIGNS)),
+    }
+    table(f"{2 * SIZE} x {SIZE // 2} bf16", x.numel(), cases)
 
 
 def products() -> None:
@@ -98,11 +115,15 @@ def products() -> None:
 
 
 def linears() -> None:
-    """Forward and backward of one linear, weights already prepared, every amax computed inside."""
+    """Forward and backward of one linear, weights already prepared; x's amax given by its producer or computed inside."""
     from nvfp4_train.precision.linear import Linear
+    from nvfp4_train.precision.producers import Activation
     from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
 
-    print(f"{'linear, 16384 tokens':<28}{'bf16 ms':>10}{'nvfp4 ms':>10}{'ratio':>7}{'saved MiB':>11}")
+    print(
+        f"{'linear, 16384 tokens':<28}{'bf16 ms':>10}{'nvfp4 ms':>10}{'ratio':>7}"
+        f"{'amax inside':>13}{'ratio':>7}{'saved MiB':>11}"
+    )
     for n_in, n_out in ((2048, 8192), (5120, 20480)):
         x = torch.randn(16384, n_in, device="cuda").bfloat16().requires_grad_()
         dy = torch.randn(16384, n_out, device="cuda").bfloat16()
@@ -115,9 +136,11 @@ def linears() -> None:
         def run(forward: Callable, x=x, dy=dy) -> None:
             torch.autograd.backward(forward(x), dy)
 
+        measured = amax(x.detach(), SIGNS)
         times = []
         for parameter, forward in (
             (weight, lambda x, w=weight: torch.nn.functional.linear(x, w)),
+            (linear.weight, lambda x, linear=linear, amax=measured: linear(Activation(x, amax))),
             (linear.weight, linear),
         ):
 
@@ -130,7 +153,8 @@ def linears() -> None:
         y = linear(x)
         saved = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
         print(
-            f"{f'{n_in} -> {n_out}':<28}{times[0]:>10.3f}{times[1]:>10.3f}{times[1] / times[0]:>7.2f}{saved / 2**20:>11.1f}",
+            f"{f'{n_in} -> {n_out}':<28}{times[0]:>10.3f}{times[1]:>10.3f}{times[1] / times[0]:>7.2f}"
+            f"{times[2]:>13.3f}{times[2] / times[0]:>7.2f}{saved / 2**20:>11.1f}",
             flush=True,
         )
         del y
@@ -141,6 +165,6 @@ if __name__ == "__main__":
     print(
         f"{properties.name}, torch {torch.__version__}, Triton {triton.__version__}, quantize {backend_report('cuda')}"
     )
-    parts = {"kernels": kernels, "gemm": products, "linear": linears}
+    parts = {"kernels": kernels, "producers": norms, "gemm": products, "linear": linears}
     for name in sys.argv[1:] or parts:
         parts[name]()

@@ -1,7 +1,7 @@
 """What makes a linear layer's input, with the input's amax: on GPUs in the same pass (`triton/producers.py`).
 
-Elsewhere the same functions are plain PyTorch. The results of norms may differ in last bits between devices, as sums do; amax
-is that of the result returned.
+Elsewhere the same functions are plain PyTorch. The results of norms may differ in last bits between devices, as sums do;
+amax is that of the result returned.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from torch.nn import functional as F
 
 from nvfp4_kernels.quantize import amax as measure
 from nvfp4_kernels.triton import ops as gpu
+
+
+def fused(device: torch.device) -> bool:
+    """Whether these functions measure in the same pass on `device`."""
+    return device.type == "cuda" and gpu.report()[0]
 
 
 def rms_norm(

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.producers import Activation
 
 # On a CPU sequences of at most so many tokens are attended to in blocks of queries: longer ones would keep too many weights.
 BLOCKWISE_TOKENS, QUERY_BLOCK = 1024, 128
@@ -31,14 +32,19 @@ class Attention(nn.Module):
         )
         self.o_proj = Linear(self.heads * self.head_dim, cfg.hidden_size, device=device)
 
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] a token sees only its own document."""
         return self._attend(*self._heads(x), seq_idx)
 
-    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def prefill(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """`forward`, and all keys and values join the empty cache."""
         q, cache["k"], cache["v"] = self._heads(x)
         return self._attend(q, cache["k"], cache["v"], None)
+
+    @property
+    def entry(self) -> Linear:
+        """The linear that takes the block's normed input."""
+        return self.qkv_proj
 
     def new_cache(
         self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
@@ -47,7 +53,7 @@ class Attention(nn.Module):
         empty = torch.empty(batch, self.kv_heads, 0, self.head_dim, dtype=dtype, device=device)
         return {"k": empty, "v": empty.clone()}
 
-    def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def step(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """One token x [B, 1, hidden_size], whose key and value join the cache."""
         q, k, v = self._heads(x)
         cache["k"] = torch.cat((cache["k"], k), dim=2)
@@ -64,7 +70,7 @@ class Attention(nn.Module):
         attend = _blockwise_attention if blockwise else _fused_attention
         return self._project(attend(q, k, v, seq_idx))
 
-    def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, x: Tensor | Activation) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [B, heads, S, head_dim]."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)

@@ -27,15 +27,15 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size] in the compute dtype; seq_idx None or integer [B, S] document numbers."""
-        return x + self.mixer(self.norm(x), seq_idx)
+        return x + self.mixer(self.norm(x, into=self.mixer.entry), seq_idx)
 
     def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         """`forward` over the first tokens; the empty cache becomes that after the last of them."""
-        return x + self.mixer.prefill(self.norm(x), cache)
+        return x + self.mixer.prefill(self.norm(x, into=self.mixer.entry), cache)
 
     def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         """One token x [B, 1, hidden_size]; the cache moves on in place."""
-        return x + self.mixer.step(self.norm(x), cache)
+        return x + self.mixer.step(self.norm(x, into=self.mixer.entry), cache)
 
 
 class HybridModel(nn.Module):

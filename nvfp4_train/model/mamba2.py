@@ -11,6 +11,7 @@ from nvfp4_train.model.conv import CausalConv1d
 from nvfp4_train.model.norm import GatedRMSNorm, accumulation_dtype
 from nvfp4_train.model.ssd import ssd_chunked, ssd_prefill, ssd_step
 from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.producers import Activation
 
 
 class Mamba2(nn.Module):
@@ -35,23 +36,28 @@ class Mamba2(nn.Module):
         self.norm = GatedRMSNorm(self.inner, self.groups, cfg.norm_eps, device)
         self.out_proj = Linear(self.inner, cfg.hidden_size, device=device)
 
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] convolution and state restart at every document."""
         z, xBC, dt = self._project(x)
-        xBC = F.silu(self.conv1d(xBC, seq_idx)).to(x.dtype)
+        xBC = F.silu(self.conv1d(xBC, seq_idx)).to(z.dtype)
         xs, B, C = self._split(xBC)
         y = ssd_chunked(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
-        return self.out_proj(self.norm(y.flatten(2), z))
+        return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
 
-    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    @property
+    def entry(self) -> Linear:
+        """The linear that takes the block's normed input."""
+        return self.in_proj
+
+    def prefill(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """`forward`, and the empty cache becomes that after the last token."""
         z, xBC, dt = self._project(x)
         k = cache["conv"].shape[1]
         cache["conv"].copy_(F.pad(xBC, (0, 0, k, 0))[:, xBC.shape[1] :])
-        xs, B, C = self._split(F.silu(self.conv1d(xBC)).to(x.dtype))
+        xs, B, C = self._split(F.silu(self.conv1d(xBC)).to(z.dtype))
         y, state = ssd_prefill(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size)
         cache["ssm"].copy_(state)
-        return self.out_proj(self.norm(y.flatten(2), z))
+        return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
 
     def new_cache(
         self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
@@ -64,16 +70,16 @@ class Mamba2(nn.Module):
             "ssm": torch.zeros(batch, self.heads, self.head_dim, self.state, dtype=acc, device=device),
         }
 
-    def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def step(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """One token x [B, 1, hidden_size]; both states move on in place."""
         z, xBC, dt = self._project(x)
-        xBC = F.silu(self.conv1d.step(xBC[:, 0], cache["conv"])).to(x.dtype)
+        xBC = F.silu(self.conv1d.step(xBC[:, 0], cache["conv"])).to(z.dtype)
         xs, B, C = self._split(xBC)
         y, state = ssd_step(cache["ssm"], xs, dt[:, 0], -self.A_log.exp(), B, C, self.D)
         cache["ssm"].copy_(state)
-        return self.out_proj(self.norm(y.flatten(1)[:, None], z))
+        return self.out_proj(self.norm(y.flatten(1)[:, None], z, into=self.out_proj))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor | Activation) -> tuple[Tensor, Tensor, Tensor]:
         z, xBC, dt = self.in_proj(x).split((self.inner, self.conv_channels, self.heads), dim=-1)
         return z, xBC, F.softplus(dt.to(accumulation_dtype(dt.dtype)) + self.dt_bias)
 

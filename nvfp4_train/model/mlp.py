@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.producers import Activation, squared_relu
 
 
 class MLP(nn.Module):
@@ -18,16 +18,21 @@ class MLP(nn.Module):
         self.up_proj = Linear(cfg.hidden_size, cfg.intermediate_size, device=device)
         self.down_proj = Linear(cfg.intermediate_size, cfg.hidden_size, device=device)
 
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+    def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
+        return self.down_proj(squared_relu(self.up_proj(x), into=self.down_proj))
+
+    @property
+    def entry(self) -> Linear:
+        """The linear that takes the block's normed input."""
+        return self.up_proj
 
     def new_cache(
         self, batch: int, dtype: torch.dtype, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
         return {}
 
-    def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def prefill(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         return self(x)
 
-    def step(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
+    def step(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         return self(x)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.producers import Activation, accumulation_dtype, rms_norm
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums, decays and states beside activations of `dtype`: fp32, or fp64 when they are fp64."""
-    return torch.promote_types(dtype, torch.float32)
+__all__ = ["GatedRMSNorm", "RMSNorm", "accumulation_dtype"]
 
 
 class RMSNorm(nn.Module):
@@ -20,10 +19,9 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.to(accumulation_dtype(x.dtype))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y * self.weight).to(x.dtype)
+    def forward(self, x: Tensor, into: Linear | None = None) -> Tensor | Activation:
+        """into: the linear that takes the result, which then comes with what that linear needs measured."""
+        return rms_norm(x, self.weight, self.eps, into)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -37,8 +35,5 @@ class GatedRMSNorm(RMSNorm):
         super().__init__(size, eps, device)
         self.groups = groups
 
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        acc = accumulation_dtype(z.dtype)
-        y = (y.to(acc) * F.silu(z.to(acc))).unflatten(-1, (self.groups, -1))
-        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return (y.flatten(-2) * self.weight).to(z.dtype)
+    def forward(self, y: Tensor, z: Tensor, into: Linear | None = None) -> Tensor | Activation:
+        return rms_norm(y, self.weight, self.eps, into, gate=z, groups=self.groups)

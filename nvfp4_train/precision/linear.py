@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from nvfp4_kernels import producers
 from torch import nn
 
 from nvfp4_train.precision import ops
+from nvfp4_train.precision.producers import Activation
 from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan
 
 
@@ -21,12 +23,16 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32, device=device))
         self.plan: LinearPlan = BF16_PLAN
+        self.fused_producers = (
+            False  # whether this device's producers measure amax in the pass that makes the input
+        )
         for name in ("fprop_weight", "dgrad_weight", "weight_amax", "rng"):
             self.register_buffer(name, None, persistent=False)
 
     def set_plan(self, plan: LinearPlan, rng: torch.Tensor) -> None:
         """Adopt a plan. rng: int64 [4], this layer's row of the runtime's counters (seed, step, micro-batch, tensor)."""
         self.plan, self.rng = plan, rng
+        self.fused_producers = producers.fused(rng.device)
         if not plan.quantized:
             self.fprop_weight = self.dgrad_weight = self.weight_amax = None
 
@@ -44,12 +50,20 @@ class Linear(nn.Module):
             self.dgrad_weight.copy_(dgrad)
         self.weight_amax.copy_(amax)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def measures(self) -> str | None:
+        """What a producer should measure of this layer's input: "raw" or "rotated" (both amax); None: nothing."""
+        if not (self.fused_producers and {"fprop.input", "wgrad.input"} & self.plan.quantized):
+            return None
+        return "rotated" if torch.is_grad_enabled() and self.plan.rotates_wgrad else "raw"
+
+    def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         """x: [..., in] -> [..., out] in x's dtype (bf16 when the plan quantizes anything)."""
+        x, amax = x if isinstance(x, Activation) else (x, None)
         if not self.plan.quantized:
             return nn.functional.linear(x, self.weight.to(x.dtype))
         y, *_ = torch.ops.nvfp4_train.linear(
             x.reshape(-1, self.in_features),
+            amax,
             self.weight,
             self.fprop_weight,
             self.dgrad_weight,

@@ -56,6 +56,7 @@ def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tenso
 @torch.library.custom_op("nvfp4_train::linear", mutates_args=())
 def linear(
     x: torch.Tensor,
+    x_amax: torch.Tensor | None,
     weight: torch.Tensor,
     fprop_weight: torch.Tensor,
     dgrad_weight: torch.Tensor,
@@ -66,6 +67,7 @@ def linear(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """y = x W^T. x: bf16 [T, in]; weight: fp32 [out, in], the master, which only receives the gradient.
 
+    x_amax: fp32 [2] from x's producer (`kernels.amax` of x and its transform), or None: measured here.
     fprop_weight, dgrad_weight: bf16 [out, in], operands prepared once a step (`Linear.prepare_weight`).
     Returns y bf16 [T, out], and x's column codes [in, T/2], scales [in, T/16] and amax for wgrad (empty when
     wgrad.input stays in bf16 or nothing is trained).
@@ -77,7 +79,7 @@ def linear(
     rows, column_amax = None, x.new_zeros((), dtype=torch.float32)
     codes, scales = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)
     if saves or quantizes:
-        both = amax(x, signs)
+        both = amax(x, signs) if x_amax is None else x_amax
         column_amax = both[1] if signs else both[0]
         rows, columns = quantize_rows_and_columns(
             x,
@@ -97,7 +99,7 @@ def linear(
 
 
 @linear.register_fake
-def _(x, weight, fprop_weight, dgrad_weight, weight_amax, rng, spec, training):
+def _(x, x_amax, weight, fprop_weight, dgrad_weight, weight_amax, rng, spec, training):
     tokens, features = x.shape
     y = x.new_empty(tokens, weight.shape[0])
     amax_ = x.new_empty((), dtype=torch.float32)
@@ -174,7 +176,7 @@ def _alpha(plan: LinearPlan, amaxes: dict[str, torch.Tensor | None]) -> torch.Te
 
 
 def _setup_context(ctx, inputs, output):
-    x, _, _, dgrad_weight, weight_amax, rng, spec, _ = inputs
+    x, _, _, _, dgrad_weight, weight_amax, rng, spec, _ = inputs
     _, codes, scales, x_amax = output
     saved_x = x.new_empty(0) if codes.numel() else x
     ctx.save_for_backward(saved_x, codes, scales, x_amax, dgrad_weight, weight_amax, rng)
@@ -184,9 +186,9 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dy, *_):
     if dy is None:
-        return (None,) * 8
+        return (None,) * 9
     dx, dw = torch.ops.nvfp4_train.linear_backward(dy, *ctx.saved_tensors, ctx.spec)
-    return dx, dw, None, None, None, None, None, None
+    return dx, None, dw, None, None, None, None, None, None
 
 
 linear.register_autograd(_backward, setup_context=_setup_context)

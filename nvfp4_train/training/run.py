@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,6 +118,9 @@ def _launch(
             Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every),
             LaggedMax(None),
         )
+        # What is there by now stays to the end: the garbage collector need not look through it again and again.
+        gc.collect()
+        gc.freeze()
         try:
             trainer.train(stop)
         finally:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 INTERPRET = """
 import torch
-from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize
+from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize, producers
 from nvfp4_kernels.triton import ops
 
 def same(got, expected, name):
@@ -50,7 +50,20 @@ def check_square(x, output):
     same(g[0], e.codes, "square codes")
     same(g[1], e.scales.view(torch.uint8), "square scales")
 
-x = torch.randn(32, 528) * torch.exp(2 * torch.randn(32, 1))
+def check_producers():
+    for rows, cols, groups, signs in ((16, 528, 1, SIGNS), (20, 64, 4, None)):
+        x, z, w = torch.randn(rows, cols), torch.randn(rows, cols).bfloat16(), torch.rand(cols)
+        for value, gate in ((x.bfloat16(), None), (x, z)):
+            y, scale, both = ops.rms_norm(value, gate, w, 1e-5, groups, signs)
+            expected = producers.rms_norm(value, gate, w, 1e-5, groups, signs)
+            torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=0)
+            torch.testing.assert_close(scale, expected[1])
+            same(both, amax(y, signs, backend="reference"), "norm's amax")
+        value = x.bfloat16()
+        for got, expected in zip(ops.squared_relu(value, signs), producers.squared_relu(value, signs)):
+            same(got, expected, "squared ReLU")
+
+x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
 """
@@ -58,6 +71,7 @@ CASES = {
     "forward": "check(x.bfloat16(), SIGNS, False, 'codes')",
     "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
     "fp32": "check(x, None, True, 'codes')",
+    "producers": "check_producers()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
