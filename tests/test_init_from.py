@@ -26,7 +26,7 @@ def folders(tmp_path_factory):
         shutil.copy(source, root / "text")
     data = [f"data.source={root / 'text'}", f"data.cache_dir={root / 'cache'}"]
     words = [*TINY, *data, "training.max_steps=12", "training.sample_tokens=0"]
-    pretrain.main([*words, f"run_dir={root / 'run'}"])
+    pretrain.main([*words, f"run_dir={root / 'run'}", "logging.peak_tflops=0.5"])
     for dtype in ("fp32", "bf16"):
         export.main([f"run={root / 'run'}", f"out={root / dtype}", f"dtype={dtype}"])
     return root, words
@@ -34,6 +34,14 @@ def folders(tmp_path_factory):
 
 def losses(folder):
     return [r["loss"] for r in read_metrics(folder / "metrics.jsonl") if "loss" in r]
+
+
+def test_mfu_is_written_where_a_peak_is_known(folders):
+    """The tiny run of this module is given one; the log says which."""
+    root, _ = folders
+    records = [r for r in read_metrics(root / "run" / "metrics.jsonl") if "loss" in r]
+    assert all(r["mfu"] == r["tflops"] / 0.5 for r in records)
+    assert "MFU          of 0.5 TFLOP/s (logging.peak_tflops)" in (root / "run" / "console.log").read_text()
 
 
 def test_training_goes_on_from_the_weights_of_a_hugging_face_folder(folders):
@@ -82,7 +90,8 @@ def test_another_tokenizer_is_refused(folders, tiny_run):
         init_from.weight_source(cfg, tiny_run.dataset.tokenizer, pytest.fail)
     said = []
     shutil.copytree(root / "fp32", root / "no_tokenizer")
-    (root / "no_tokenizer" / "tokenizer.model").unlink()
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (root / "no_tokenizer" / name).unlink()
     cfg.init_from = str(root / "no_tokenizer")
     init_from.weight_source(cfg, tiny_run.dataset.tokenizer, said.append)
     assert "can't be checked" in said[0]

@@ -15,7 +15,7 @@ import pytest
 from nvfp4_train.training.metrics import read_metrics
 from tests.tiny import CHECKPOINT_EVERY, STEPS, TINY
 
-WALL_CLOCK = ("tokens_per_second", "tflops", "memory_gib", "data_wait_fraction")
+WALL_CLOCK = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait_fraction")
 
 
 @pytest.fixture(scope="module")

@@ -236,6 +236,9 @@ class LoggingConfig:
     wandb_project: str = "nvfp4_train"
     tensorboard: bool = False
     console: str = "auto"  # auto | bar | lines
+    peak_tflops: float | None = (
+        None  # what mfu is a share of; null: the device's dense BF16 peak, where known
+    )
 
 
 @dataclass
@@ -251,6 +254,8 @@ class TrainingConfig:
     validate_bf16: bool = False  # also report the validation loss with all layers in BF16
     validate_tokens: float | None = None  # null: every held-out token
     compile: str = "auto"  # auto | on | off: torch.compile of each block
+    recompute: str = "none"  # in the backward pass: none | squared_relu | block | budget (model/recompute.py)
+    recompute_budget: float = 0.5  # budget: share of the activations that torch.compile may keep
     sample_prompt: str = ""  # the text sample at the end continues this
     sample_tokens: int = 128
 

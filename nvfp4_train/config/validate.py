@@ -48,6 +48,7 @@ def _check_choices(cfg: Config) -> None:
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])
+    one_of("training.recompute", cfg.training.recompute, ["none", "squared_relu", "block", "budget"])
     for key, value in {"run_dir": cfg.run_dir, "data.source": cfg.data.source}.items():
         if not value.strip():
             raise ConfigError(f"{key} is empty: give a path.")
@@ -91,6 +92,14 @@ def _check_training(cfg: TrainingConfig) -> None:
             f"training.seed={cfg.seed} must be below 2^32, as the random bits' key holds 32 bits of it."
         )
     divides(cfg, "training", "micro_batch_size", "global_batch_size")
+    if not 0.0 <= cfg.recompute_budget <= 1.0:
+        raise ConfigError(
+            f"training.recompute_budget={cfg.recompute_budget:g} is a share: set it from 0 to 1."
+        )
+    if cfg.recompute == "budget" and cfg.compile == "off":
+        raise ConfigError(
+            "training.recompute=budget needs the compiler: set training.compile=auto, or training.recompute=block."
+        )
 
 
 def _check_numbers(cfg: Config) -> None:
@@ -98,6 +107,7 @@ def _check_numbers(cfg: Config) -> None:
     at_least(cfg.checkpoint, "checkpoint", 1, "every_steps", "keep_last", "keep_every")
     at_least(cfg.recovery, "recovery", 1, "max_consecutive_skips")
     at_least(cfg.data, "data", 1, "max_train_bytes", unit="byte")
+    positive(cfg.logging, "logging", "peak_tflops")
     if not 0.0 < cfg.data.valid_fraction < 1.0:
         raise ConfigError(
             f"data.valid_fraction={cfg.data.valid_fraction:g} is a share and must lie between 0 and 1."

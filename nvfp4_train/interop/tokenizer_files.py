@@ -14,29 +14,39 @@ from typing import Any
 
 import sentencepiece
 
-from nvfp4_train.data.tokenizer import Tokenizer
+from nvfp4_train.data.tokenizer import JSON_FILE, MODEL_FILE, Tokenizer
 
 _SPACE = "\u2581"
 
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """{file name: content}: tokenizer.model (SentencePiece), and tokenizer.json and its configuration for transformers."""
+    """{file name: content} of what transformers reads (tokenizer.json and its configuration) and, of a SentencePiece
+    model, of tokenizer.model itself. A tokenizer.json that training used is written as it is."""
+    if tokenizer.file_name == JSON_FILE:
+        added = json.loads(tokenizer.model)["added_tokens"]
+        eos = next(token["content"] for token in added if token["id"] == tokenizer.eos_id)
+        # Its post-processor may not put the eos before a document as training does: transformers then makes one that does.
+        configuration = {"add_bos_token": True, **_configuration(eos, eos)}
+        return {JSON_FILE: tokenizer.model, "tokenizer_config.json": _json(configuration)}
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     eos = model.id_to_piece(tokenizer.eos_id)
-    configuration = {
+    return {
+        MODEL_FILE: tokenizer.model,
+        JSON_FILE: _json(_tokenizer_json(model, eos)),
+        "tokenizer_config.json": _json(_configuration(eos, model.id_to_piece(model.unk_id()))),
+    }
+
+
+def _configuration(eos: str, unk: str) -> dict[str, Any]:
+    return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": eos,
         "eos_token": eos,
         "pad_token": eos,
-        "unk_token": model.id_to_piece(model.unk_id()),
+        "unk_token": unk,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,  # "</s>" in a text is text, as in training
         "model_max_length": 1 << 30,
-    }
-    return {
-        "tokenizer.model": tokenizer.model,
-        "tokenizer.json": _json(_tokenizer_json(model, eos)),
-        "tokenizer_config.json": _json(configuration),
     }
 
 

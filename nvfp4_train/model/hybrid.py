@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.errors import ConfigError
@@ -64,6 +65,7 @@ class HybridModel(nn.Module):
                 )
         self.cfg = cfg
         self.compute_dtype = compute_dtype
+        self.recompute_blocks = False  # set by recompute.apply_recompute
         self.embeddings = nn.Embedding(
             cfg.vocab_size, cfg.hidden_size, device=device, _weight=_empty(cfg, device)
         )
@@ -80,8 +82,12 @@ class HybridModel(nn.Module):
     def hidden(self, tokens: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """tokens int64 [B, S] -> the final norm's output [B, S, hidden_size] in compute_dtype."""
         x = self.embeddings(tokens).to(self.compute_dtype)
+        recompute = self.recompute_blocks and torch.is_grad_enabled()
         for layer in self.layers:
-            x = layer(x, seq_idx)
+            if recompute:
+                x = checkpoint(layer, x, seq_idx, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = layer(x, seq_idx)
         return self.norm_f(x)
 
     def forward(self, tokens: Tensor, seq_idx: Tensor | None = None) -> Tensor:

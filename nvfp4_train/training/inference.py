@@ -16,7 +16,7 @@ from nvfp4_train import units
 from nvfp4_train.atomic import atomic_open
 from nvfp4_train.config.checks import one_of
 from nvfp4_train.config.schema import Config, PrecisionConfig, TrainingConfig
-from nvfp4_train.data.tokenizer import Tokenizer
+from nvfp4_train.data.tokenizer import JSON_FILE, MODEL_FILE, Tokenizer
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.checkpoint import Checkpoint
 from nvfp4_train.errors import CheckpointError, ConfigError
@@ -34,7 +34,6 @@ from nvfp4_train.precision.recipe import phase_at
 from nvfp4_train.training.machine import resolve_device
 from nvfp4_train.training.memory import compute_dtype
 
-TOKENIZER = "tokenizer.model"  # in the folder, so that a model can be used where its data is not
 MAX_WINDOW = 8192  # tokens of a Hugging Face model's text that are measured in one go
 
 
@@ -168,14 +167,21 @@ def load_config(folder: Path) -> Config:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Put the tokenizer into a run folder, atomically."""
-    with atomic_open(folder / TOKENIZER, "wb") as f:
+    """Put the tokenizer into a run folder, atomically, so that the run can be used where its data is not."""
+    with atomic_open(folder / tokenizer.file_name, "wb") as f:
         f.write(tokenizer.model)
 
 
+def tokenizer_path(folder: Path) -> Path | None:
+    """The tokenizer in a run or model folder: of one that has both files, SentencePiece's, which the other is made from."""
+    paths = (folder / name for name in (MODEL_FILE, JSON_FILE))
+    return next((path for path in paths if path.exists()), None)
+
+
 def _load_tokenizer(folder: Path) -> Tokenizer:
-    if not (folder / TOKENIZER).exists():
+    path = tokenizer_path(folder)
+    if path is None:
         raise CheckpointError(
-            f"run={folder} has no {TOKENIZER}: restore it from the data set that the run was trained on."
+            f"run={folder} has no {MODEL_FILE} or {JSON_FILE}: restore it from the data set that the run was trained on."
         )
-    return Tokenizer.load(folder / TOKENIZER)
+    return Tokenizer.load(path)

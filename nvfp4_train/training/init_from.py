@@ -43,16 +43,16 @@ def weight_source(cfg: Config, tokenizer: Tokenizer, warn: Callable[[str], None]
     """
     from nvfp4_train.distributed import checkpoint
     from nvfp4_train.interop.weights import checkpoint_weights, hugging_face_weights
+    from nvfp4_train.training.inference import tokenizer_path
 
     folder, path = _folder(cfg), Path(cfg.init_from).expanduser()
-    model_file = folder / "tokenizer.model"
-    if not model_file.exists():
-        warn(
-            f"init_from={cfg.init_from} has no tokenizer.model: that its tokens are the data's can't be checked"
-        )
-    elif model_file.read_bytes() != tokenizer.model:
+    tokenizer_file = tokenizer_path(folder)
+    if tokenizer_file is None:
+        warn(f"init_from={cfg.init_from} has no tokenizer: that its tokens are the data's can't be checked")
+    elif tokenizer_file.read_bytes() != tokenizer.model:
         raise CheckpointError(
-            f"init_from={cfg.init_from} was trained with another tokenizer than the data's: set data.tokenizer={model_file}."
+            f"init_from={cfg.init_from} was trained with another tokenizer than the data's: set "
+            f"data.tokenizer={tokenizer_file}."
         )
     if nemotron_h.is_hugging_face(folder):
         return hugging_face_weights(folder, cfg.model)

@@ -46,7 +46,7 @@ def estimate(cfg: Config, device_type: str) -> Memory:
         moments=8 * n,
         gradients=4 * n,
         operands=max(operands for _, operands in per_phase),
-        activations=activations if cfg.training.compile == "off" else round(COMPILED_SHARE * activations),
+        activations=activations,
         head=_head(cfg, device_type),
     )
 
@@ -102,13 +102,29 @@ def _blocks(cfg: Config, phase: str) -> tuple[int, int]:
         blocks[layer.block][layer.name.rsplit(".", 1)[1]] = plan
         operands += _operand_bytes(layer, plan, cfg)
     measured: dict[tuple, int] = {}
-    activations = 0
+    kept = []
     for block, plans in blocks.items():
         key = (pattern[block], *plans.items())
         if key not in measured:
             measured[key] = kept_bytes(pattern[block], cfg, plans)
-        activations += measured[key]
-    return activations, operands
+        kept.append(measured[key])
+    return _activations(cfg, kept, list(blocks.values())), operands
+
+
+def _activations(cfg: Config, kept: list[int], plans: list[dict[str, LinearPlan]]) -> int:
+    """Bytes that a forward pass leaves behind, from what each block's would in eager mode (model/recompute.py)."""
+    training = cfg.training
+    row = training.micro_batch_size * training.seq_len * compute_dtype(cfg).itemsize  # bytes of one feature
+    share = 1.0 if training.compile == "off" else COMPILED_SHARE
+    if training.recompute == "budget":
+        share *= training.recompute_budget
+    if training.recompute == "block":  # the inputs, and all of the block that is being recomputed
+        return round(len(kept) * row * cfg.model.hidden_size + share * max(kept))
+    total = sum(kept)
+    if training.recompute == "squared_relu":
+        down = [block["down_proj"] for block in plans if "down_proj" in block]
+        total -= row * cfg.model.intermediate_size * sum("wgrad.input" not in plan.quantized for plan in down)
+    return round(share * total)
 
 
 def _operand_bytes(layer: LinearLayer, plan: LinearPlan, cfg: Config) -> int:

@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "training.validate_*",
     "training.sample_*",
     "training.compile",
+    "training.recompute*",
     "recovery.max_consecutive_skips",
     "parallel.*",
     "checkpoint.*",

@@ -15,12 +15,14 @@ from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
 from nvfp4_train.distributed.agreement import LaggedMax
 from nvfp4_train.distributed.saving import Saver
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.interop.weights import load_weights_
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
+from nvfp4_train.model.recompute import apply_recompute
 from nvfp4_train.precision import apply_recipe
-from nvfp4_train.training import init_from, machine, resume
+from nvfp4_train.training import init_from, machine, peaks, resume
 from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.compilation import compile_blocks
 from nvfp4_train.training.console import Console
@@ -95,8 +97,14 @@ def _launch(
         state.restore(start.checkpoint)
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(state.tokens / cfg.training.max_tokens)
+    recomputed = apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget)
     compiled = compile_blocks(model, cfg.training.compile, device)
-    _tell(cfg, console, folder, dataset, start, device, precision.summary(), compiled)
+    if cfg.training.recompute == "budget" and compiled.startswith("off"):
+        raise ConfigError(
+            f"training.recompute=budget needs the compiler ({compiled}): use training.recompute=block."
+        )
+    choices = [("precision", precision.summary()), ("compile", compiled), ("recomputes", recomputed)]
+    _tell(cfg, console, folder, dataset, start, device, choices)
     resumed_at = start.checkpoint.step if start.checkpoint else None
     tracker = build_tracker(
         cfg.logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
@@ -137,8 +145,7 @@ def _tell(
     dataset: Dataset,
     start: Start,
     device: torch.device,
-    precision: str,
-    compiled: str,
+    choices: list[tuple[str, str]],
 ) -> None:
     training, steps = cfg.training, resume.total_steps(cfg.training)
     step_tokens = training.global_batch_size * training.seq_len
@@ -149,8 +156,8 @@ def _tell(
         ("device", machine.describe(device)),
         ("model", f"{cfg.model.name} {cfg.model.pattern}: {parameter_count(cfg.model):,} parameters"),
         ("arithmetic", f"{flops / 1e9:.4g} GFLOP a token, forward and backward"),
-        ("precision", precision),
-        ("compile", compiled),
+        ("MFU", peaks.peak(device, cfg.logging.peak_tflops)[1]),
+        *choices,
         (
             "data",
             f"{dataset.manifest['source']}: {units.count(dataset.n_tokens('train'))} tokens to train on, "

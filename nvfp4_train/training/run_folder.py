@@ -3,7 +3,7 @@
 run.json           format, run id, whether the run is finished
 config.yaml        the resolved configuration
 environment.json   one entry a launch: versions, machine, commit, command line
-tokenizer.model    the tokenizer (SentencePiece), so that the run can be used where its data is not
+tokenizer.model    the tokenizer (or tokenizer.json), so that the run can be used where its data is not
 metrics.jsonl      one object a step, and events
 console.log        what was printed
 checkpoints/       step_XXXXXXXX folders

@@ -17,6 +17,7 @@ from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token
 from nvfp4_train.precision import PrecisionRuntime
+from nvfp4_train.training import peaks
 from nvfp4_train.training.console import Console
 from nvfp4_train.training.evaluation import score
 from nvfp4_train.training.metrics import DeviceMetrics, MetricsWriter
@@ -67,6 +68,7 @@ class Trainer:
         self.seconds = 0.0  # spent in training steps by this launch
         self.launch_tokens = 0
         self._flops_per_token = flops_per_token(cfg.model, cfg.training.seq_len)
+        self._peak_tflops = peaks.peak(device, cfg.logging.peak_tflops)[0]
         self._metrics = DeviceMetrics()
 
     def train(self, stop: StopRequest) -> None:
@@ -144,6 +146,8 @@ class Trainer:
         for record in records:
             record["tokens_per_second"] = tokens / seconds
             record["tflops"] = tokens / seconds * self._flops_per_token / 1e12
+            if self._peak_tflops is not None:
+                record["mfu"] = record["tflops"] / self._peak_tflops
             record["memory_gib"] = _memory_in_use(self.device) / 2**30
             record["data_wait_fraction"] = waited / seconds
         return records

@@ -135,6 +135,7 @@ def test_damaged_folders_are_told(exported, tmp_path):
     (folder / "config.json").write_text(json.dumps(config | {"hybrid_override_pattern": "M*M-M-"}))
     with pytest.raises(CheckpointError, match="has no tensor backbone"):
         load_run(folder, "cpu", pytest.fail)
-    (folder / "tokenizer.model").unlink()
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.model"):
+    for name in ("tokenizer.model", "tokenizer.json"):
+        (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.model or tokenizer\.json"):
         load_run(folder, "cpu", pytest.fail)

@@ -10,6 +10,9 @@ import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvfp4_train.data.tokenizer import Tokenizer
+from nvfp4_train.interop.tokenizer_files import tokenizer_files
+
 transformers = pytest.importorskip("transformers", reason="its tokenizer is what is compared (the dev extra)")
 
 
@@ -49,3 +52,25 @@ def test_a_document_begins_and_ends_with_eos(tiny_run, theirs):
         model_file=str(pathlib.Path(theirs.name_or_path) / "tokenizer.model")
     )
     assert model.encode("def f") == tiny_run.dataset.tokenizer.encode("def f")
+
+
+def test_a_byte_level_tokenizer_is_written_as_it_is(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    bpe.train_from_iterator([pathlib.Path(io.__file__).read_text()], trainer)
+    ours = Tokenizer(bpe.to_str().encode())
+    files = tokenizer_files(ours)
+    assert files["tokenizer.json"] == ours.model
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "config.json").write_text('{"model_type": "nemotron_h"}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("def f(x):\n    return é漢", "<|endoftext|> is text"):
+        assert_same(ours, theirs, text)

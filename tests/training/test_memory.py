@@ -86,6 +86,23 @@ def test_grows_with_what_it_should():
     assert memory.estimate(config("bf16"), "cpu").activations > memory.estimate(cfg, "cpu").activations
 
 
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16"])
+def test_recomputation_saves_what_it_says(precision):
+    cfg = config(precision)
+    none, relu, block = (
+        memory.estimate(replace(cfg, training=replace(cfg.training, recompute=mode)), "cpu").activations
+        for mode in ("none", "squared_relu", "block")
+    )
+    in_bf16 = 2 if precision == "bf16" else 1  # MLPs that keep their wide input: the last block always does
+    assert none - relu == in_bf16 * 2 * 64 * 256 * 2
+    kept = [memory.kept_bytes(letter, config("bf16"), {}) for letter in "M*-"]
+    assert block < relu
+    assert 5 * 2 * 64 * 64 * 2 < block <= 5 * 2 * 64 * 64 * 2 + 2 * max(kept)
+    compiled = replace(cfg.training, compile="auto", recompute="budget", recompute_budget=0.4)
+    share = memory.COMPILED_SHARE * 0.4
+    assert memory.estimate(replace(cfg, training=compiled), "cpu").activations == round(share * none)
+
+
 def test_nothing_is_allocated_for_the_largest_model():
     cfg = compose_config(["+experiment=56b_hybrid"])
     assert memory.estimate(cfg, "cuda").weights == 4 * parameter_count(cfg.model) > 200e9
