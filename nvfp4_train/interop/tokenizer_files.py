@@ -21,13 +21,12 @@ _SPACE = "\u2581"
 
 def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """{file name: content} of what transformers reads (tokenizer.json and its configuration) and, of a SentencePiece
-    model, of tokenizer.model itself. A tokenizer.json that training used is written as it is."""
+    model, of tokenizer.model itself. Of a tokenizer.json that training used only the post-processor is replaced."""
     if tokenizer.file_name == JSON_FILE:
-        added = json.loads(tokenizer.model)["added_tokens"]
-        eos = next(token["content"] for token in added if token["id"] == tokenizer.eos_id)
-        # Its post-processor may not put the eos before a document as training does: transformers then makes one that does.
-        configuration = {"add_bos_token": True, **_configuration(eos, eos)}
-        return {JSON_FILE: tokenizer.model, "tokenizer_config.json": _json(configuration)}
+        theirs = json.loads(tokenizer.model)
+        eos = next(token["content"] for token in theirs["added_tokens"] if token["id"] == tokenizer.eos_id)
+        content = theirs | {"post_processor": _start_with(eos, tokenizer.eos_id)}
+        return {JSON_FILE: _json(content), "tokenizer_config.json": _json(_configuration(eos, eos))}
     model = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
     eos = model.id_to_piece(tokenizer.eos_id)
     return {
@@ -35,6 +34,14 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
         JSON_FILE: _json(_tokenizer_json(model, eos)),
         "tokenizer_config.json": _json(_configuration(eos, model.id_to_piece(model.unk_id()))),
     }
+
+
+def same_tokens(a: bytes, b: bytes) -> bool:
+    """Whether two tokenizer files (Tokenizer.model) encode alike: equal, or but for a tokenizer.json's post-processor."""
+    if a == b or not (a.lstrip()[:1] == b.lstrip()[:1] == b"{"):
+        return a == b
+    ignored = {"post_processor": None}
+    return json.loads(a) | ignored == json.loads(b) | ignored
 
 
 def _configuration(eos: str, unk: str) -> dict[str, Any]:
@@ -63,7 +70,6 @@ def _tokenizer_json(model: sentencepiece.SentencePieceProcessor, eos: str) -> di
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for i in special
     ]
-    eos_id = pieces.index(eos)
     return {
         "version": "1.0",
         "truncation": None,
@@ -71,18 +77,7 @@ def _tokenizer_json(model: sentencepiece.SentencePieceProcessor, eos: str) -> di
         "added_tokens": added,
         "normalizer": None,
         "pre_tokenizer": None,
-        # In training an eos stands before every document.
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [_special(eos, 0), {"Sequence": {"id": "A", "type_id": 0}}],
-            "pair": [
-                _special(eos, 0),
-                {"Sequence": {"id": "A", "type_id": 0}},
-                _special(eos, 1),
-                {"Sequence": {"id": "B", "type_id": 1}},
-            ],
-            "special_tokens": {eos: {"id": eos, "ids": [eos_id], "tokens": [eos]}},
-        },
+        "post_processor": _start_with(eos, pieces.index(eos)),
         "decoder": {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]},
         "model": {
             "type": "BPE",
@@ -99,8 +94,18 @@ def _tokenizer_json(model: sentencepiece.SentencePieceProcessor, eos: str) -> di
     }
 
 
-def _special(token: str, kind: int) -> dict[str, Any]:
-    return {"SpecialToken": {"id": token, "type_id": kind}}
+def _start_with(eos: str, eos_id: int) -> dict[str, Any]:
+    """The post-processor that puts an eos before every document, as training does."""
+    a, b = (
+        [{"SpecialToken": {"id": eos, "type_id": i}}, {"Sequence": {"id": "AB"[i], "type_id": i}}]
+        for i in (0, 1)
+    )
+    return {
+        "type": "TemplateProcessing",
+        "single": a,
+        "pair": [*a, *b],
+        "special_tokens": {eos: {"id": eos, "ids": [eos_id], "tokens": [eos]}},
+    }
 
 
 def _merges(model: sentencepiece.SentencePieceProcessor, pieces: list[str]) -> list[list[str]]:

@@ -42,6 +42,7 @@ def weight_source(cfg: Config, tokenizer: Tokenizer, warn: Callable[[str], None]
     token would mean something else.
     """
     from nvfp4_train.distributed import checkpoint
+    from nvfp4_train.interop.tokenizer_files import same_tokens
     from nvfp4_train.interop.weights import checkpoint_weights, hugging_face_weights
     from nvfp4_train.training.inference import tokenizer_path
 
@@ -49,7 +50,7 @@ def weight_source(cfg: Config, tokenizer: Tokenizer, warn: Callable[[str], None]
     tokenizer_file = tokenizer_path(folder)
     if tokenizer_file is None:
         warn(f"init_from={cfg.init_from} has no tokenizer: that its tokens are the data's can't be checked")
-    elif tokenizer_file.read_bytes() != tokenizer.model:
+    elif not same_tokens(tokenizer_file.read_bytes(), tokenizer.model):
         raise CheckpointError(
             f"init_from={cfg.init_from} was trained with another tokenizer than the data's: set "
             f"data.tokenizer={tokenizer_file}."
