@@ -67,7 +67,9 @@ def exit_code(main: Callable[[list[str]], None]) -> int:
         main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        rank = int(os.environ.get("RANK", "0"))
+        if rank == 0 or not error.of_all_ranks:
+            print(f"Error{f' on rank {rank}' * (rank > 0)}: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -26,7 +26,8 @@ LEVELS = {
     "nvfp4_train.interop": 4,
     "nvfp4_train.training": 4,
     # The checks of a whole configuration ask those who will use it: sizes, recipe, schedule.
-    "nvfp4_train.config.blocking": 4,
+    "nvfp4_train.config.blocking": 3,
+    "nvfp4_train.config.layout": 3,
     "nvfp4_train.config.validate": 4,
     "nvfp4_train": 5,
 }

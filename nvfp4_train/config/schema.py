@@ -215,12 +215,14 @@ class FaultConfig:
 
 @dataclass
 class ParallelConfig:
-    fsdp: int = 1
-    replicate: int = 1
-    tensor: int = 1
-    context: int = 1
-    weight_gather: str = "bf16"
-    grad_reduce: str = "fp32"
+    """How processes share the run; sizes are numbers of ranks."""
+
+    fsdp: int | None = None  # ranks that hold one shard each; null: all there are, over `replicate`
+    replicate: int = 1  # groups of `fsdp` ranks that hold the same shards (HSDP)
+    tensor: int = 1  # 1 alone so far
+    context: int = 1  # 1 alone so far
+    weight_gather: str = "bf16"  # what quantized weights travel as: bf16 | nvfp4
+    grad_reduce: str = "fp32"  # what their gradients travel as: fp32 | bf16 | fp8 | nvfp4
 
 
 @dataclass

@@ -12,7 +12,8 @@ from nvfp4_train.config.checks import (
     one_of,
     positive,
 )
-from nvfp4_train.config.schema import Config, ModelConfig, ParallelConfig, TrainingConfig
+from nvfp4_train.config.layout import layout_of, world_size
+from nvfp4_train.config.schema import Config, ModelConfig, TrainingConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.precision.recipe import check_rules
@@ -38,6 +39,7 @@ def validate(cfg: Config) -> None:
     if cfg.precision.name == "nvfp4":
         check_blocking(cfg)
     init_from.check(cfg)
+    layout_of(cfg, None if cfg.dry_run else world_size())
 
 
 def _check_choices(cfg: Config) -> None:
@@ -55,13 +57,6 @@ def _check_choices(cfg: Config) -> None:
 
 
 def _check_not_there_yet(cfg: Config) -> None:
-    for name, default in vars(ParallelConfig()).items():
-        value = getattr(cfg.parallel, name)
-        if value != default:
-            raise ConfigError(
-                f"parallel.{name}={value} is not supported yet, since this version trains in one process: "
-                f"leave it at {default}."
-            )
     if cfg.faults:
         raise ConfigError(f"faults={cfg.faults} is not supported yet: leave it at [].")
 

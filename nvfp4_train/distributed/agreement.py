@@ -46,6 +46,7 @@ def from_first(group: Group, function: Callable[[], Result]) -> Result:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
     if outcome[1] is not None:
+        outcome[1].of_all_ranks = True
         raise outcome[1]
     return outcome[0]
 

@@ -67,10 +67,3 @@ def _read(tensors: TensorFolder, key: str) -> Tensor:
     codes, scales = tensors.read(f"{stem}.weight_packed"), tensors.read(f"{stem}.weight_scale")
     operand = QuantizedTensor(codes, scales, torch.ones(()), (1, 16)).operand(torch.float32)
     return operand / tensors.read(f"{stem}.weight_global_scale")
-
-
-@torch.no_grad()
-def load_weights_(model: HybridModel, source: WeightSource) -> None:
-    """Fill every parameter of an unsharded model on any device (not meta)."""
-    for name, parameter in model.named_parameters():
-        parameter.copy_(source(name))

@@ -39,6 +39,23 @@ class Block(nn.Module):
         return x + self.mixer.step(self.norm(x, into=self.mixer.entry), cache)
 
 
+class Head(nn.Module):
+    """The output head: weight [vocab_size, hidden_size], no bias."""
+
+    def __init__(self, cfg: ModelConfig, device: torch.device | str | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(_empty(cfg, device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden_size] -> logits [..., vocab_size], fp32 (fp64 for fp64), multiplied in hidden's dtype."""
+        logits = F.linear(hidden, self.weight.to(hidden.dtype))
+        return logits.to(accumulation_dtype(hidden.dtype))
+
+    def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The summed negative log likelihood of targets [T] after hidden [T, hidden_size]; see `loss.head_loss`."""
+        return head_loss(hidden, self.weight, targets, mask)
+
+
 class HybridModel(nn.Module):
     """Nemotron-H's stack: embeddings, blocks, final norm, untied head; no position embedding, no linear biases.
 
@@ -71,8 +88,7 @@ class HybridModel(nn.Module):
         )
         self.layers = nn.ModuleList(Block(letter, cfg, device) for letter in cfg.pattern)
         self.norm_f = RMSNorm(cfg.hidden_size, cfg.norm_eps, device)
-        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(_empty(cfg, device))
+        self.lm_head = Head(cfg, device)
 
     def double(self) -> HybridModel:
         """Parameters and all arithmetic in fp64 (for tests and error measurements)."""
@@ -92,7 +108,7 @@ class HybridModel(nn.Module):
 
     def forward(self, tokens: Tensor, seq_idx: Tensor | None = None) -> Tensor:
         """tokens int64 [B, S] -> logits [B, S, vocab_size], fp32 (fp64 in fp64)."""
-        return self._logits(self.hidden(tokens, seq_idx))
+        return self.lm_head(self.hidden(tokens, seq_idx))
 
     def loss(
         self, tokens: Tensor, targets: Tensor, seq_idx: Tensor | None = None, mask: Tensor | None = None
@@ -104,7 +120,7 @@ class HybridModel(nn.Module):
         """
         hidden = self.hidden(tokens, seq_idx).flatten(0, 1)
         flat_mask = None if mask is None else mask.flatten()
-        nll = head_loss(hidden, self.lm_head.weight, targets.flatten(), flat_mask)
+        nll = self.lm_head.loss(hidden, targets.flatten(), flat_mask)
         count = mask.sum() if mask is not None else torch.tensor(targets.numel(), device=targets.device)
         return nll, count
 
@@ -118,7 +134,7 @@ class HybridModel(nn.Module):
         x = self.embeddings(tokens).to(self.compute_dtype)
         for layer, state in zip(self.layers, cache, strict=True):
             x = layer.prefill(x, state)
-        return self._logits(self.norm_f(x[:, -1]))
+        return self.lm_head(self.norm_f(x[:, -1]))
 
     @torch.no_grad()
     def step(self, tokens: Tensor, cache: list[dict[str, Tensor]]) -> Tensor:
@@ -126,11 +142,7 @@ class HybridModel(nn.Module):
         x = self.embeddings(tokens[:, None]).to(self.compute_dtype)
         for layer, state in zip(self.layers, cache, strict=True):
             x = layer.step(x, state)
-        return self._logits(self.norm_f(x))[:, 0]
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden, self.lm_head.weight.to(hidden.dtype))
-        return logits.to(accumulation_dtype(hidden.dtype))
+        return self.lm_head(self.norm_f(x))[:, 0]
 
 
 def join_caches(caches: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:

@@ -86,11 +86,23 @@ def initial_value(name: str, shape: tuple[int, ...], cfg: ModelConfig, seed: int
     return rule(torch.empty(shape, dtype=torch.float32), generator, cfg)
 
 
-@torch.no_grad()
 def initialize_(model: HybridModel, seed: int) -> None:
-    """Fills every parameter of an unsharded model on any device (not meta); see `initial_value`."""
+    """Fills every parameter with its `initial_value`; see `fill_`."""
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    fill_(model, lambda name: initial_value(name, shapes[name], model.cfg, seed))
+
+
+@torch.no_grad()
+def fill_(model: HybridModel, value_of: Callable[[str], Tensor]) -> None:
+    """Fills every parameter, whole or sharded (DTensor), on any device but meta. value_of: a name -> the whole value."""
     for name, parameter in model.named_parameters():
-        parameter.copy_(initial_value(name, tuple(parameter.shape), model.cfg, seed))
+        value = value_of(name)
+        if hasattr(parameter, "placements"):  # a DTensor, whose module takes long to import
+            from torch.distributed.tensor import distribute_tensor
+
+            value = value.to(parameter.device)
+            value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(value)
 
 
 def _std(cfg: ModelConfig) -> float:

@@ -15,7 +15,8 @@ class Linear(nn.Module):
     """y = x W^T without bias, in the formats its plan names.
 
     `weight` is the master weight, fp32 [out, in]. As built every operand has the input's dtype; `PrecisionRuntime`
-    sets the plan, numbers the layer and prepares the weight's operands once an optimizer step.
+    sets the plan, numbers the layer and prepares the weight's operands once an optimizer step. Of a sharded model the
+    operands are given (`distributed/fsdp.py`), those of bf16 layers too.
     """
 
     def __init__(self, in_features: int, out_features: int, device: torch.device | str | None = None):
@@ -59,7 +60,7 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         """x: [..., in] -> [..., out] in x's dtype (bf16 when the plan quantizes anything)."""
         x, amax = x if isinstance(x, Activation) else (x, None)
-        if not self.plan.quantized:
+        if self.fprop_weight is None:
             return nn.functional.linear(x, self.weight.to(x.dtype))
         y, *_ = torch.ops.nvfp4_train.linear(
             x.reshape(-1, self.in_features),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from nvfp4_kernels import backend_report
@@ -25,8 +25,16 @@ class PrecisionRuntime:
     `prepare_weights` after each change of the weights. All state follows from (seed, step): nothing is saved.
     """
 
-    def __init__(self, model: nn.Module, cfg: PrecisionConfig, n_blocks: int, seed: int):
-        self.cfg, self.n_blocks = cfg, n_blocks
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: PrecisionConfig,
+        n_blocks: int,
+        seed: int,
+        prepare_weights: Callable[[], None] | None = None,
+    ):
+        """`prepare_weights` takes the place of each layer's own preparation where the model is sharded."""
+        self.cfg, self.n_blocks, self._prepare_weights = cfg, n_blocks, prepare_weights
         self.linears = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
         check_rules(cfg, n_blocks, list(self.linears))
         device = next(iter(self.linears.values())).weight.device
@@ -58,6 +66,9 @@ class PrecisionRuntime:
 
     def prepare_weights(self) -> None:
         """Quantize all weights as they are now: once an optimizer step."""
+        if self._prepare_weights is not None:
+            self._prepare_weights()
+            return
         for linear in self.linears.values():
             linear.prepare_weight()
 
@@ -114,6 +125,12 @@ class PrecisionRuntime:
         self.prepare_weights()
 
 
-def apply_recipe(model: nn.Module, cfg: PrecisionConfig, n_blocks: int, seed: int) -> PrecisionRuntime:
+def apply_recipe(
+    model: nn.Module,
+    cfg: PrecisionConfig,
+    n_blocks: int,
+    seed: int,
+    prepare_weights: Callable[[], None] | None = None,
+) -> PrecisionRuntime:
     """Give every quantizable linear of `model` its plan. Raises ConfigError for rules that match nothing."""
-    return PrecisionRuntime(model, cfg, n_blocks, seed)
+    return PrecisionRuntime(model, cfg, n_blocks, seed, prepare_weights)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -18,12 +19,18 @@ from nvfp4_train.errors import CheckpointError
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def global_norm(parameters: Iterable[nn.Parameter], shards: dist.ProcessGroup | None = None) -> Tensor:
     """The 2-norm of all gradients together: a float32 scalar on their device. No gradient counts as 0.
 
+    `shards`: the ranks whose shards (DTensors) make up each gradient; they all get the same norm.
     Non-finite gradients give a non-finite norm, and so does a sum of squares beyond float32.
     """
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if shards is None:
+        return torch.nn.utils.get_total_norm(grads)
+    square = torch.nn.utils.get_total_norm([grad.to_local() for grad in grads]).square()
+    dist.all_reduce(square, group=shards)
+    return square.sqrt()
 
 
 class FixedClipper:

@@ -27,7 +27,8 @@ def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
         raise ConfigError(f"training.compile=on, but {missing}: install it, or use training.compile=off.")
     torch._dynamo.config.recompile_limit = VERSIONS
     for layer in model.layers:
-        layer.compile(fullgraph=True, dynamic=False)
+        # The forward itself, not the call: hooks around it gather a sharded block's weights, and stay outside.
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
     return "torch.compile, block by block (the first step takes longer)"
 
 

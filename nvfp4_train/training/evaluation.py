@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.baselines import Baselines
+from nvfp4_train.data.batch import Batch
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
 from nvfp4_train.data.sources import find_source
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.data.validation import iterate_valid
+from nvfp4_train.distributed.processes import ALONE, Processes
 from nvfp4_train.errors import DataError
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.training.inference import TrainedRun
@@ -95,9 +98,11 @@ def score(
     stream: Dataset | TokenizedText,
     max_tokens: float | None = None,
     progress: Callable[[float], None] = lambda share: None,
+    processes: Processes = ALONE,
 ) -> Score:
     """Measure every held-out token of `stream` once (the first `max_tokens`), in micro-batches of the run's size, so
-    that tensor scales span as much as in training. `progress` gets the share done after each."""
+    that tensor scales span as much as in training. `progress` gets the share done after each. The ranks take turns at
+    the micro-batches and get the same score."""
     device = model.lm_head.weight.device
     batches = iterate_valid(
         stream,
@@ -110,12 +115,24 @@ def score(
     nll = torch.zeros((), dtype=torch.float64, device=device)
     count = torch.zeros((), dtype=torch.int64, device=device)
     n_bytes = 0
-    for i, (batch, batch_bytes) in enumerate(batches, start=1):
+    for i, (batch, batch_bytes) in enumerate(_turns(batches, processes), start=1):
         batch = batch.to(device)
         batch_nll, batch_count = model.loss(batch.tokens, batch.targets, batch.seq_idx, batch.mask)
         nll += batch_nll
         count += batch_count
         n_bytes += batch_bytes
-        progress(min(1.0, i * batch.tokens.numel() / total))
-    tokens, nats = int(count), float(nll)
+        progress(min(1.0, i * batch.tokens.numel() * processes.size / total))
+    tokens, nats = int(processes.sum(count)), float(processes.sum(nll))
     return Score(nats / tokens, nats / math.log(2) / n_bytes if n_bytes else math.nan, tokens, n_bytes)
+
+
+def _turns(batches: Iterator[tuple[Batch, int]], processes: Processes) -> Iterator[tuple[Batch, int]]:
+    """This rank's batches, as many as every rank has (a sharded model computes on all ranks at once): at the end some
+    repeat one without counting it. The bytes are those of all ranks' batches."""
+    while turn := list(itertools.islice(batches, processes.size)):
+        n_bytes = sum(n for _, n in turn)
+        if processes.rank < len(turn):
+            yield turn[processes.rank][0], n_bytes
+        else:
+            batch = turn[0][0]
+            yield replace(batch, mask=torch.zeros_like(batch.tokens, dtype=torch.bool)), n_bytes

@@ -25,10 +25,10 @@ from nvfp4_train.interop.weights import (
     WeightSource,
     checkpoint_weights,
     hugging_face_weights,
-    load_weights_,
 )
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.init import fill_
 from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, plan_for
 from nvfp4_train.precision.recipe import phase_at
 from nvfp4_train.training.machine import resolve_device
@@ -108,7 +108,7 @@ def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> Train
     if found is not None:
         checkpoint.load(found, {"model": dict(model.named_parameters())})
     else:
-        load_weights_(model, opened.weights)
+        fill_(model, opened.weights)
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(opened.progress)
     return TrainedRun(**vars(opened), model=model.eval(), precision=precision, device=target)

@@ -104,10 +104,12 @@ class MetricsWriter:
     Raises UserError when the disk refuses (full, gone): a run whose metrics are lost cannot be resumed exactly.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(self.path)
+    def __init__(self, path: str | Path | None):
+        """`path` None writes nowhere: of several ranks the first alone keeps the file."""
+        self.path = Path(path or os.devnull)
+        if path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_torn_line(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
@@ -129,7 +131,8 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Make all that was written durable; called before a checkpoint is published."""
-        os.fsync(self._file.fileno())
+        if str(self.path) != os.devnull:
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()

@@ -45,11 +45,6 @@ def rows_of(problems: list[Problem]) -> list[tuple[str, str]]:
 
 def find_problems(cfg: Config) -> list[Problem]:
     """What stands in the way of this run on this machine. Raises ConfigError for a device that is not there."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this version trains in one process; start it without torchrun, "
-            "or with --nproc-per-node=1."
-        )
     device = machine.resolve_device(cfg.device)
     found = (_memory(cfg, device.type, machine.memory_bytes(device)), _data(cfg), _disk(cfg))
     return [problem for problem in found if problem is not None]

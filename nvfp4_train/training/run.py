@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nvfp4_train import units
-from nvfp4_train.config.schema import Config
+from nvfp4_train.config.layout import layout_of, world_size
+from nvfp4_train.config.schema import Config, LoggingConfig
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
-from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.agreement import LaggedMax, control_group, from_first
+from nvfp4_train.distributed.processes import Processes
+from nvfp4_train.distributed.processes import start as start_processes
 from nvfp4_train.distributed.saving import Saver
+from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.interop.weights import load_weights_
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
-from nvfp4_train.model.init import initialize_
+from nvfp4_train.model.init import fill_, initialize_
 from nvfp4_train.model.recompute import apply_recompute
 from nvfp4_train.precision import apply_recipe
 from nvfp4_train.training import init_from, machine, peaks, resume
@@ -43,6 +48,9 @@ from nvfp4_train.training.summary import final_summary, more_tokens_command
 from nvfp4_train.training.tracker import build_tracker
 from nvfp4_train.training.trainer import HELD_OUT, Trainer
 
+if TYPE_CHECKING:  # FSDP2 takes a second to import, which a process alone doesn't need
+    from nvfp4_train.distributed.fsdp import ShardedModel
+
 SAMPLE_TEMPERATURE, SAMPLE_TOP_P = 0.8, 0.95
 _LAST_STEPS = 20  # over which the summary averages the training loss
 
@@ -53,22 +61,46 @@ def run(cfg: Config, overrides: Sequence[str]) -> None:
     Raises UserError: bad data or folder (exit code 2), stopped by a signal (75), recovery gave up (76), full disk (1).
     """
     with StopRequest() as stop:
-        folder = RunFolder(cfg.run_dir)
-        console = Console(folder.console_log, cfg.logging.console)
-        try:
-            _launch(cfg, overrides, folder, console, stop)
-        finally:
-            console.close()
-            folder.close()
+        device = machine.resolve_device(cfg.device)
+        processes = start_processes(device, layout_of(cfg, world_size()))
+        folder = _open_folder(cfg, processes)
+        with open(os.devnull, "w") as nowhere:
+            if processes.first:
+                console = Console(folder.console_log, cfg.logging.console)
+            else:
+                console = Console(None, "lines", nowhere)
+            try:
+                _launch(cfg, overrides, folder, console, stop, processes, device)
+            finally:
+                console.close()
+                folder.close()
+        processes.stop()
+
+
+def _open_folder(cfg: Config, processes: Processes) -> RunFolder:
+    """The run folder, resolved and held by the first rank."""
+    held = []
+
+    def hold() -> tuple[Path, str]:
+        held.append(RunFolder(cfg.run_dir))
+        return held[0].path, held[0].run_id
+
+    path, run_id = from_first(processes.control, hold)
+    return held[0] if held else RunFolder.held_by_first(path, run_id)
 
 
 def _launch(
-    cfg: Config, overrides: Sequence[str], folder: RunFolder, console: Console, stop: StopRequest
+    cfg: Config,
+    overrides: Sequence[str],
+    folder: RunFolder,
+    console: Console,
+    stop: StopRequest,
+    processes: Processes,
+    device: torch.device,
 ) -> None:
-    device = machine.resolve_device(cfg.device)
     if device.type == "cpu":
         machine.keep_freed_memory()
-    start = resume.begin(folder, cfg, console.warning)
+    start = from_first(processes.control, lambda: resume.begin(folder, cfg, console.warning))
     if start.finished:
         tokens = start.checkpoint.tokens
         console.info(
@@ -76,10 +108,15 @@ def _launch(
             f"Train longer:  {more_tokens_command(overrides, 2 * tokens)}"
         )
         return
-    dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, console.info))
-    save_tokenizer(folder.path, dataset.tokenizer)
+    # The first rank prepares; the others find the result, or make their own where they don't share its disk.
+    prepared = from_first(processes.control, lambda: prepare(cfg.data, cfg.model.vocab_size, console.info))
+    if not processes.first:
+        prepared = prepare(cfg.data, cfg.model.vocab_size, console.info)
+    dataset = open_dataset(prepared)
+    if processes.first:
+        save_tokenizer(folder.path, dataset.tokenizer)
 
-    model = HybridModel(cfg.model, device, compute_dtype(cfg))
+    model, sharded = _build_model(cfg, processes, device)
     state = TrainState(
         model,
         build_optimizer(model, cfg.optimizer),
@@ -90,12 +127,18 @@ def _launch(
         dataset.hash,
     )
     if start.checkpoint is None and cfg.init_from is not None:
-        load_weights_(model, init_from.weight_source(cfg, dataset.tokenizer, console.warning))
+        fill_(model, init_from.weight_source(cfg, dataset.tokenizer, console.warning))
     elif start.checkpoint is None:
         initialize_(model, cfg.training.seed)
     else:
         state.restore(start.checkpoint)
-    precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
+    precision = apply_recipe(
+        model,
+        cfg.precision,
+        len(cfg.model.pattern),
+        cfg.training.seed,
+        sharded.prepare_weights if sharded else None,
+    )
     precision.set_phase(state.tokens / cfg.training.max_tokens)
     recomputed = apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget)
     compiled = compile_blocks(model, cfg.training.compile, device)
@@ -104,12 +147,15 @@ def _launch(
             f"training.recompute=budget needs the compiler ({compiled}): use training.recompute=block."
         )
     choices = [("precision", precision.summary()), ("compile", compiled), ("recomputes", recomputed)]
+    if sharded:
+        choices.insert(0, ("ranks", layout_of(cfg, processes.size).describe(cfg)))
     _tell(cfg, console, folder, dataset, start, device, choices)
     resumed_at = start.checkpoint.step if start.checkpoint else None
+    logging = cfg.logging if processes.first else LoggingConfig()
     tracker = build_tracker(
-        cfg.logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
+        logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
     )
-    with MetricsWriter(folder.metrics) as writer:
+    with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
         trainer = Trainer(
@@ -123,8 +169,10 @@ def _launch(
             console,
             tracker,
             device,
-            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every),
-            LaggedMax(None),
+            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, control_group()),
+            LaggedMax(control_group()),
+            processes,
+            sharded.traffic if sharded else Traffic(),
         )
         # What is there by now stays to the end: the garbage collector need not look through it again and again.
         gc.collect()
@@ -132,10 +180,25 @@ def _launch(
         try:
             trainer.train(stop)
         finally:
-            _plot(cfg, folder, dataset, console)
+            if processes.first:
+                _plot(cfg, folder, dataset, console)
             tracker.finish()
-    console.info("\n" + _summary(cfg, overrides, folder, trainer, device))
-    folder.finish(state.step)
+    sample = _sample(cfg, trainer, device)
+    if processes.first:
+        console.info("\n" + _summary(cfg, overrides, folder, trainer, sample))
+        folder.finish(state.step)
+
+
+def _build_model(
+    cfg: Config, processes: Processes, device: torch.device
+) -> tuple[HybridModel, ShardedModel | None]:
+    """The model without values, whole or in shards."""
+    if processes.mesh is None:
+        return HybridModel(cfg.model, device, compute_dtype(cfg)), None
+    from nvfp4_train.distributed.fsdp import ShardedModel
+
+    model = HybridModel(cfg.model, "meta", compute_dtype(cfg))
+    return model, ShardedModel(model, processes, cfg.parallel, device)
 
 
 def _tell(
@@ -196,22 +259,24 @@ def _plot_path(folder: RunFolder) -> Path:
     return folder.plots / "training.png"
 
 
-def _summary(
-    cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: Trainer, device: torch.device
-) -> str:
+def _sample(cfg: Config, trainer: Trainer, device: torch.device) -> str:
+    """Text from the model; a sharded one computes on all ranks at once, which choose the same tokens."""
+    if not cfg.training.sample_tokens:
+        return ""
+    return sample_text(
+        trainer.state.model,
+        trainer.dataset.tokenizer,
+        cfg.training.sample_prompt,
+        cfg.training.sample_tokens,
+        SAMPLE_TEMPERATURE,
+        SAMPLE_TOP_P,
+        cfg.training.seed,
+        device,
+    )
+
+
+def _summary(cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: Trainer, sample: str) -> str:
     state, prompt = trainer.state, cfg.training.sample_prompt
-    sample = ""
-    if cfg.training.sample_tokens:
-        sample = sample_text(
-            state.model,
-            trainer.dataset.tokenizer,
-            prompt,
-            cfg.training.sample_tokens,
-            SAMPLE_TEMPERATURE,
-            SAMPLE_TOP_P,
-            cfg.training.seed,
-            device,
-        )
     records = [record for record in read_metrics(folder.metrics) if "loss" in record]
     losses = [record["loss"] for record in records if not record["skipped"]][-_LAST_STEPS:]
     name = f"valid/{HELD_OUT}"

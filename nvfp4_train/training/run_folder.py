@@ -48,11 +48,7 @@ class RunFolder:
         Raises CheckpointError when another process trains in it, when it holds files of something else, or when
         a newer version of this program wrote it.
         """
-        self.path = Path(path).expanduser().absolute()
-        self.checkpoints = self.path / "checkpoints"
-        self.plots = self.path / "plots"
-        self.metrics = self.path / "metrics.jsonl"
-        self.console_log = self.path / "console.log"
+        self._locate(Path(path).expanduser().absolute())
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._hold()
@@ -65,6 +61,14 @@ class RunFolder:
         except BaseException:
             self._lock.close()
             raise
+
+    @classmethod
+    def held_by_first(cls, path: Path, run_id: str) -> RunFolder:
+        """The folder that the first rank holds, as the other ranks know it: they read it, and write checkpoints' parts."""
+        folder = cls.__new__(cls)
+        folder._locate(path)
+        folder._run, folder._lock = {"run_id": run_id}, None
+        return folder
 
     @property
     def run_id(self) -> str:
@@ -105,7 +109,15 @@ class RunFolder:
         self._update(finished_step=step)
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _locate(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.plots = path / "plots"
+        self.metrics = path / "metrics.jsonl"
+        self.console_log = path / "console.log"
 
     def _hold(self) -> IO[str]:
         # Opened for appending: the holder's name must not be wiped by those who find it taken.

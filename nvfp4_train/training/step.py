@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.distributed.processes import ALONE, Processes
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision import PrecisionRuntime
 from nvfp4_train.training.clipping import global_norm
@@ -20,27 +22,33 @@ def train_step(
     micro_batch_size: int,
     lr: float,
     gradient_scale: float = 1.0,
+    processes: Processes = ALONE,
 ) -> dict[str, Tensor]:
-    """Take one step on `batch` (the whole global batch) at rate `lr`; returns the step's metrics as device scalars.
+    """Take one step on `batch`, this rank's part of the global batch, at rate `lr`; returns the step's metrics as device
+    scalars, the same on every rank.
 
     Every target counts the same, however many of them a micro-batch has: gradients are of the mean over the global
     batch. Where the detector refuses the step (not finite, or far outside what came before) the weights stay as they are,
     and it counts as skipped. `gradient_scale` is for rehearsed faults: gradients times this, the loss as it is.
+    Micro-batches are numbered in the global batch, and their losses summed in that order (in fp64), so that neither their
+    random bits nor the loss depend on the number of ranks.
     """
     model: HybridModel = state.model
-    targets = batch.targets.numel() if batch.mask is None else batch.mask.sum()
+    count = torch.tensor(batch.targets.numel()) if batch.mask is None else batch.mask.sum()
+    targets = processes.sum(count.to(batch.targets.device, non_blocking=True))
+    micro_batches = len(batch.tokens) // micro_batch_size
     precision.begin_step(state.step)
-    nll: Tensor | float = 0.0
-    for i, start in enumerate(range(0, len(batch.tokens), micro_batch_size)):
-        precision.begin_microbatch(i)
-        part = batch.rows(start, start + micro_batch_size)
-        part_nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
-        mean = part_nll / targets
+    losses = []
+    for i in range(micro_batches):
+        precision.begin_microbatch(processes.rank * micro_batches + i)
+        part = batch.rows(i * micro_batch_size, (i + 1) * micro_batch_size)
+        nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
+        mean = nll / targets
         (mean if gradient_scale == 1.0 else mean * gradient_scale).backward()
-        nll = nll + part_nll.detach()
-    loss = nll / targets
+        losses.append(nll.detach())
+    loss = processes.concatenate(torch.stack(losses)).sum(dtype=torch.float64).float() / targets
 
-    norm = global_norm(model.parameters())
+    norm = global_norm(model.parameters(), processes.shard_group)
     accepted = state.detector.update(loss, norm, update_is_finite(loss, norm))
     state.skips.update(accepted)
     coefficient = state.clipper.clip(model.parameters(), norm, accepted)
@@ -48,7 +56,7 @@ def train_step(
     state.optimizer.zero_grad(set_to_none=True)
     precision.prepare_weights()
     state.step += 1
-    state.tokens += batch.tokens.numel()
+    state.tokens += batch.tokens.numel() * processes.size
     return {
         "loss": loss,
         "grad_norm": norm,

@@ -13,7 +13,9 @@ from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.loader import Loader
 from nvfp4_train.data.sampler import Sampler
 from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.saving import Saver
+from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token
 from nvfp4_train.precision import PrecisionRuntime
@@ -59,11 +61,14 @@ class Trainer:
         device: torch.device,
         saver: Saver,
         agree: LaggedMax,
+        processes: Processes,
+        traffic: Traffic,
     ) -> None:
         self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
         self.schedule, self.dataset, self.device = schedule, dataset, device
         self.writer, self.console, self.tracker = writer, console, tracker
         self.saver, self._agree = saver, agree
+        self.processes, self._traffic = processes, traffic
         self.total_steps = total_steps(cfg.training)
         self.seconds = 0.0  # spent in training steps by this launch
         self.launch_tokens = 0
@@ -85,7 +90,9 @@ class Trainer:
             seed=training.seed,
             reset_state_at_documents=self.cfg.data.reset_state_at_documents,
         )
-        with Loader(sampler, self.state.step) as loader:
+        # Ranks take consecutive parts of each global batch, so its micro-batches are the same for any number of ranks.
+        count = training.global_batch_size // self.processes.size
+        with Loader(sampler, self.state.step, self.processes.rank * count, count) as loader:
             if (record := self.state.unfinished) is not None:
                 self._publish([record | self._validate(stop)])
                 self.state.unfinished = None
@@ -128,17 +135,21 @@ class Trainer:
         batch = loader.next().to(self.device)
         self.precision.set_phase(state.tokens / self.cfg.training.max_tokens)
         lr = self.schedule.lr(state.tokens)
-        scalars = train_step(state, self.precision, batch, self.cfg.training.micro_batch_size, lr)
+        scalars = train_step(
+            state, self.precision, batch, self.cfg.training.micro_batch_size, lr, processes=self.processes
+        )
         self._metrics.add({"step": state.step, "tokens": state.tokens, "lr": lr}, scalars)
 
     def _start_clock(self, loader: Loader) -> None:
         self._clock, self._waited = time.perf_counter(), loader.waited
+        self._traffic.take()
 
     def _read_metrics(self, loader: Loader) -> list[dict[str, Any]]:
         """Records of the steps since the last call; this is where the host waits for the device."""
         records = self._metrics.read()
         seconds = time.perf_counter() - self._clock
         waited = loader.waited - self._waited
+        sent = {f"traffic/{name}": value / len(records) for name, value in self._traffic.take().items()}
         self._start_clock(loader)
         tokens = len(records) * self.cfg.training.global_batch_size * self.cfg.training.seq_len
         self.seconds += seconds
@@ -150,6 +161,7 @@ class Trainer:
                 record["mfu"] = record["tflops"] / self._peak_tflops
             record["memory_gib"] = _memory_in_use(self.device) / 2**30
             record["data_wait_fraction"] = waited / seconds
+            record.update(sent)
         return records
 
     def _publish(self, records: list[dict[str, Any]]) -> None:
@@ -182,7 +194,7 @@ class Trainer:
                 raise _BrokenOff
 
         limit = self.cfg.training.validate_tokens
-        result = score(self.state.model, self.cfg, self.dataset, limit, look)
+        result = score(self.state.model, self.cfg, self.dataset, limit, look, self.processes)
         values = {
             f"valid/{HELD_OUT}/loss": result.loss,
             f"valid/{HELD_OUT}/bits_per_byte": result.bits_per_byte,
@@ -190,7 +202,7 @@ class Trainer:
         text = f"step {self.state.step}: held-out loss {result.loss:.4f}, {result.bits_per_byte:.3f} bits per byte"
         if self.cfg.training.validate_bf16:
             with self.precision.all_bf16(), torch.compiler.set_stance("force_eager"):
-                beside = score(self.state.model, self.cfg, self.dataset, limit, look)
+                beside = score(self.state.model, self.cfg, self.dataset, limit, look, self.processes)
             values[f"valid/{HELD_OUT}/loss_bf16"] = beside.loss
             text += f" ({beside.loss:.4f} with all layers in BF16)"
         self.console.info(text)

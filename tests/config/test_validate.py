@@ -147,15 +147,15 @@ def test_every_option_is_valid(group):
         ({"logging.wandb": "yes"}, r"logging\.wandb='yes' is unknown: choose off, offline, online"),
         ({"device": "tpu"}, r"device='tpu' is unknown: choose auto, cpu, cuda"),
         ({"run_dir": " "}, r"run_dir is empty"),
-        ({"parallel.fsdp": 2}, r"parallel\.fsdp=2 is not supported yet.*leave it at 1"),
+        ({"parallel.tensor": 2}, r"parallel\.tensor=2 is not supported yet: leave it at 1"),
+        ({"parallel.replicate": 0}, r"parallel\.replicate=0 must be at least 1"),
+        ({"parallel.weight_gather": "fp8"}, r"weight_gather='fp8' is unknown: choose bf16, nvfp4"),
+        ({"parallel.grad_reduce": "int8"}, r"grad_reduce='int8' is unknown: choose fp32, bf16, fp8, nvfp4"),
         (
-            {"parallel.weight_gather": "nvfp4"},
-            r"parallel\.weight_gather=nvfp4 is not supported yet.*leave it at bf16",
+            {"precision.name": "bf16", "parallel.grad_reduce": "nvfp4"},
+            r"parallel\.grad_reduce=nvfp4 is for .*precision=bf16 has none: leave it at fp32",
         ),
-        (
-            {"parallel.grad_reduce": "nvfp4"},
-            r"parallel\.grad_reduce=nvfp4 is not supported yet.*leave it at fp32",
-        ),
+        ({"parallel.fsdp": 2}, r"parallel\.fsdp=2 doesn't make the 1 processes.*start 2 processes"),
         ({"faults": ["crash"]}, r"faults=\['crash'\] is not supported yet"),
         (
             {"init_from": "runs/other"},

@@ -92,11 +92,6 @@ def test_a_device_that_is_not_there():
     assert "device=cpu" in message
 
 
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    assert "WORLD_SIZE=8" in refusal("+experiment=quickstart")
-
-
 def test_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
     monkeypatch.undo()
     own = tmp_path / "slice" / "job"

@@ -82,7 +82,7 @@ def test_changes_are_recorded_or_refused_key_by_key(folder, cfg):
     allowed = deepcopy(cfg)
     allowed.training.max_tokens, allowed.logging.wandb, allowed.parallel.fsdp = 2000, "offline", 2
     expected = {
-        "parallel.fsdp": [1, 2],
+        "parallel.fsdp": [None, 2],
         "logging.wandb": ["off", "offline"],
         "training.max_tokens": [1000, 2000],
     }

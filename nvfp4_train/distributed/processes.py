@@ -1,0 +1,89 @@
+"""The processes of a run: which of them this is, what they share, and how they agree.
+
+Under torchrun every process is a rank of one group (NCCL between GPUs, gloo between CPUs); started alone, a process is
+rank 0 of 1 and nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from nvfp4_train.config.layout import Layout
+from nvfp4_train.distributed.agreement import Group, control_group
+
+REPLICATE, FSDP = "replicate", "fsdp"
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # new name since 2.13
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among `size`. `mesh` (replicate, fsdp) is None where a process runs alone, without a group.
+
+    Every rank is data-parallel. Collectives are the same calls on every rank, in the same order.
+    """
+
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    control: Group = None  # of host values (agreement.py)
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, the one that writes to disk and screen."""
+        return self.rank == 0
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the shards of one copy of the model."""
+        return None if self.mesh is None else self.mesh.get_group(FSDP)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(value)
+        return value
+
+    def concatenate(self, value: Tensor) -> Tensor:
+        """The ranks' tensors [n], one after the other: [size * n]."""
+        if self.mesh is None:
+            return value
+        out = value.new_empty(self.size * len(value))
+        all_gather(out, value)
+        return out
+
+    def stop(self) -> None:
+        """Leave the group; the last call."""
+        if self.mesh is not None:
+            dist.destroy_process_group()
+
+
+ALONE = Processes()
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun) started this process as one of a group, be it a group of one."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start(device: torch.device, layout: Layout) -> Processes:
+    """Join the group that the launcher describes; a process started alone joins none.
+
+    A CUDA rank takes the GPU of its number on this machine.
+    """
+    if not launched():
+        return ALONE
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return Processes(dist.get_rank(), dist.get_world_size(), make_mesh(device.type, layout), control_group())
+
+
+def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:
+    """The device mesh [replicate, fsdp]; more dimensions (tensor, context) would follow on the right."""
+    return init_device_mesh(device_type, (layout.replicate, layout.fsdp), mesh_dim_names=(REPLICATE, FSDP))
