@@ -17,6 +17,7 @@ class Options:
     data: str | None = cli.option(
         "text to measure on, a file or folder; without it the run's held-out text", None
     )
+    corpus: str | None = cli.option("whose held-out text, where the run has data.corpora: a name in it", None)
     bf16: bool = cli.option("measure with every layer in BF16 as well", False)
     max_tokens: int | None = cli.option("measure on the first so many tokens; without it on all", None)
     device: str = cli.option("auto, cpu or cuda", "auto")
@@ -40,7 +41,9 @@ def main(argv: list[str]) -> None:
             "data=FILE_OR_FOLDER."
         )
     if options.data is None:
-        text = evaluation.held_out_text(run, report=lambda line: print(line, file=sys.stderr))
+        text = evaluation.held_out_text(
+            run, report=lambda line: print(line, file=sys.stderr), corpus=options.corpus
+        )
     else:
         text = evaluation.read_text(options.data, run.tokenizer, options.max_tokens)
     scores = {"as trained": evaluation.score(run.model, run.cfg, text.stream, options.max_tokens, _progress)}

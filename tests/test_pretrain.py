@@ -12,10 +12,10 @@ import pytest
 
 from nvfp4_train import cli, pretrain
 from nvfp4_train.config.load import compose_config
+from nvfp4_train.data import corpora
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.errors import DataError
-from nvfp4_train.training import run as run_module
 from nvfp4_train.training.metrics import read_metrics
 from nvfp4_train.training.run_folder import RunFolder
 from tests.tiny import TINY
@@ -175,7 +175,7 @@ def test_an_error_while_data_is_read_keeps_its_sentence(tmp_path, text, monkeypa
     def broken(*_):
         raise DataError("shard train-0 is gone: put it back.")
 
-    monkeypatch.setattr(run_module, "open_dataset", broken)
+    monkeypatch.setattr(corpora, "open_dataset", broken)
     code, error = in_process(tmp_path, *TINY, f"data.source={text}", "data.valid_fraction=0.2")
     assert (code, error) == (2, "Error: shard train-0 is gone: put it back.\n")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nvfp4_train.config.schema import ClippingConfig, OptimizerConfig
+from nvfp4_train.config.schema import ClippingConfig, DataConfig, OptimizerConfig
 from nvfp4_train.errors import ConfigError
 
 BLOCKS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}  # what a letter of model.pattern stands for
@@ -61,6 +61,45 @@ def check_optimizer(cfg: OptimizerConfig) -> None:
     for name, value in {"lr": cfg.lr, "weight_decay": cfg.weight_decay}.items():
         if not 0.0 <= value < math.inf:
             raise ConfigError(f"optimizer.{name}={value:g} must be a number of at least 0.")
+
+
+def check_data(cfg: DataConfig) -> None:
+    """Raise ConfigError for corpora and mixtures that don't fit each other."""
+    one_of("data.packing", cfg.packing, ["stream", "documents"])
+    at_least(cfg, "data", 1, "max_train_bytes", unit="byte")
+    at_least(cfg, "data", 0, "workers")
+    if not 0.0 < cfg.valid_fraction < 1.0:
+        raise ConfigError(
+            f"data.valid_fraction={cfg.valid_fraction:g} is a share and must lie between 0 and 1."
+        )
+    for name, source in cfg.corpora.items():
+        if "/" in name or not name.strip() or not source.strip():
+            raise ConfigError(
+                f"data.corpora.{name}={source} must have a name without '/' and a source: both are used as they are."
+            )
+    if cfg.corpora and not cfg.mixture:
+        equal = ",".join(f"{name}:1" for name in cfg.corpora)
+        raise ConfigError(
+            f"data.corpora is given without weights: set data.mixture, such as data.mixture=[{{weights:{{{equal}}}}}]."
+        )
+    starts = [phase.start for phase in cfg.mixture]
+    if cfg.mixture and (starts[0] != 0 or starts != sorted(set(starts)) or starts[-1] >= 1):
+        raise ConfigError(f"data.mixture: starts={starts} must begin with 0, increase, and stay below 1.")
+    for phase in cfg.mixture:
+        _check_weights(phase.weights, cfg.corpora)
+
+
+def _check_weights(weights: dict[str, float], corpora: Collection[str]) -> None:
+    if unknown := [name for name in weights if name not in corpora]:
+        has = f"has {', '.join(corpora)}" if corpora else "is empty"
+        raise ConfigError(
+            f"data.mixture: weights of {', '.join(unknown)}, but data.corpora {has}: name each corpus there."
+        )
+    total = math.fsum(weights.values())
+    if not 0.0 < total < math.inf or any(w != 0 and not w >= 1e-9 * total for w in weights.values()):
+        raise ConfigError(
+            f"data.mixture: weights={weights} must be 0 or positive (each at least 1e-9 of all), and not all 0."
+        )
 
 
 def check_clipping(cfg: ClippingConfig) -> None:

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nvfp4_train.config.overrides import check_overrides, explain
+from nvfp4_train.config.overrides import check_overrides, explain, open_dicts
 from nvfp4_train.config.schema import Config
 from nvfp4_train.errors import ConfigError
 
@@ -66,7 +66,7 @@ def _compose(overrides: Sequence[str]) -> DictConfig:
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         with initialize_config_dir(str(CONFIG_DIR), version_base="1.3"):
-            cfg = compose("pretrain", overrides=list(overrides))
+            cfg = compose("pretrain", overrides=open_dicts(overrides, Config))
         OmegaConf.resolve(cfg)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, Config)) from error

@@ -36,6 +36,19 @@ def check_overrides(overrides: Sequence[str], schema: type, groups: Mapping[str,
             _check_key(override, text, schema, groups)
 
 
+def open_dicts(overrides: Sequence[str], schema: type) -> list[str]:
+    """`overrides` with "++" before those of a dict's keys, which Hydra otherwise takes for misspelt ones."""
+    return [f"++{text.lstrip('+')}" if _names_dict(text, schema) else text for text in overrides]
+
+
+def _names_dict(text: str, schema: type) -> bool:
+    kind: Any = schema
+    for part in text.lstrip("+").split("=")[0].split("."):
+        if dataclasses.is_dataclass(kind):
+            kind = typing.get_type_hints(kind).get(part)
+    return typing.get_origin(kind) is dict
+
+
 def keys(schema: type, prefix: str = "") -> list[str]:
     """Every dotted key of a dataclass tree, sections and leaves."""
     names = []
@@ -100,8 +113,8 @@ def _check_key(override: Override, text: str, schema: type, groups: Mapping[str,
     path: list[str] = []
     for part in key.split("."):
         if not dataclasses.is_dataclass(kind):
-            if typing.get_origin(kind) is list:
-                return  # an element of a list: composing checks it
+            if typing.get_origin(kind) in (list, dict):
+                return  # an element: composing checks it
             raise ConfigError(f"{text}: {'.'.join(path)} is a single value and has no keys below it.")
         fields = typing.get_type_hints(kind)
         if part not in fields:

@@ -7,6 +7,7 @@ from nvfp4_train.config.checks import (
     BLOCKS,
     at_least,
     check_clipping,
+    check_data,
     check_optimizer,
     divides,
     one_of,
@@ -31,6 +32,7 @@ def validate(cfg: Config) -> None:
     _check_model(cfg.model)
     _check_training(cfg.training)
     _check_numbers(cfg)
+    check_data(cfg.data)
     check_optimizer(cfg.optimizer)
     check_clipping(cfg.clipping)
     build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens)
@@ -101,12 +103,7 @@ def _check_numbers(cfg: Config) -> None:
     at_least(cfg.precision, "precision", 0, "first_blocks_bf16", "last_blocks_bf16")
     at_least(cfg.checkpoint, "checkpoint", 1, "every_steps", "keep_last", "keep_every")
     at_least(cfg.recovery, "recovery", 1, "max_consecutive_skips")
-    at_least(cfg.data, "data", 1, "max_train_bytes", unit="byte")
     positive(cfg.logging, "logging", "peak_tflops")
-    if not 0.0 < cfg.data.valid_fraction < 1.0:
-        raise ConfigError(
-            f"data.valid_fraction={cfg.data.valid_fraction:g} is a share and must lie between 0 and 1."
-        )
     if cfg.checkpoint.keep_every is not None:
         divides(cfg.checkpoint, "checkpoint", "every_steps", "keep_every")
 

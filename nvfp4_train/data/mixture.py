@@ -41,11 +41,24 @@ def shares_of(weights: Mapping[str, float]) -> dict[str, float]:
     return {name: share for name, share in shares.items() if share}
 
 
+def describe(shares: Mapping[str, float]) -> str:
+    """20 % code, 80 % web."""
+    return ", ".join(f"{100 * share:.4g} % {name}" for name, share in shares.items())
+
+
 def planned(phases: Sequence[MixturePhaseConfig], max_tokens: float, step_tokens: int) -> list[Segment]:
     """The segments of `phases` (checked, in order). A phase takes effect at the first step that begins at or after its
     share of `max_tokens`; a later one replaces an earlier one that starts at the same step."""
-    by_step = {math.ceil(p.start * max_tokens / step_tokens): shares_of(p.weights) for p in phases}
+    by_step = {_first_step(p.start, max_tokens, step_tokens): shares_of(p.weights) for p in phases}
     return _merged(Segment(step, shares) for step, shares in by_step.items())
+
+
+def _first_step(start: float, max_tokens: float, step_tokens: int) -> int:
+    """The first step at which step x step_tokens / max_tokens, as precision.phases computes it, is at least `start`."""
+    step = max(0, math.ceil(start * max_tokens / step_tokens) - 1)
+    while step * step_tokens / max_tokens < start:
+        step += 1
+    return step
 
 
 def resumed(past: Sequence[Segment], plan: Sequence[Segment], step: int) -> list[Segment]:

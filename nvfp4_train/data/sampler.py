@@ -8,16 +8,17 @@ can be asked for, in any order, by any number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from nvfp4_train.data.batch import Batch, read_batch
+from nvfp4_train.data.corpora import HELD_OUT, Corpora
 from nvfp4_train.data.dataset import Dataset
-from nvfp4_train.data.mixture import Draw, Segment
+from nvfp4_train.data.mixture import Draw
 from nvfp4_train.data.permutation import permute
 from nvfp4_train.data.sequences import DocumentSequences, StreamSequences
+from nvfp4_train.errors import DataError
 
 PACKINGS = {"stream": StreamSequences, "documents": DocumentSequences}
 SPLIT = "train"
@@ -29,28 +30,26 @@ class Sampler:
 
     def __init__(
         self,
-        data: Dataset | Mapping[str, Dataset],
-        segments: Sequence[Segment] = (),
+        data: Corpora | Dataset,
         *,
         seq_len: int,
         global_batch_size: int,
         seed: int,
-        packing: str = "stream",
         reset_state_at_documents: bool = False,
     ) -> None:
-        """`data` is one data set, or several by name with the `segments` that mix them (`mixture.planned`).
-
-        Raises DataError for a corpus that is trained on and too small for a sequence.
-        """
-        if not isinstance(data, Mapping):
-            data, segments = {"": data}, [Segment(0, {"": 1.0})]
+        """Raises DataError for a corpus that is trained on and too small for a sequence."""
+        corpora = data if isinstance(data, Corpora) else Corpora({HELD_OUT: data})
         self.seq_len, self.global_batch_size, self.seed = seq_len, global_batch_size, seed
         self.reset_state_at_documents = reset_state_at_documents
-        self._draw = Draw(segments, global_batch_size, seed)
-        self._datasets = [data[name] for name in self._draw.names]
-        self._sequences = [PACKINGS[packing](dataset, SPLIT, seq_len) for dataset in self._datasets]
-        self._counts = np.array([sequences.count for sequences in self._sequences], dtype=np.uint64)
-        self._eos_id = self._datasets[0].tokenizer.eos_id
+        self._draw = Draw(corpora.segments, global_batch_size, seed)
+        packing = PACKINGS[corpora.packing]
+        # A corpus of steps long past may be gone: it counts in the mixture, but can't be read.
+        self._datasets = [corpora.datasets.get(name) for name in self._draw.names]
+        self._sequences = [
+            packing(dataset, SPLIT, seq_len) if dataset else None for dataset in self._datasets
+        ]
+        self._counts = np.array([s.count if s else 1 for s in self._sequences], dtype=np.uint64)
+        self._eos_id = corpora.tokenizer.eos_id
         self._block = lru_cache(8)(self._locate_block)
 
     @property
@@ -79,8 +78,17 @@ class Sampler:
         return corpora, epochs, numbers
 
     def batch(self, step: int, start: int = 0, count: int | None = None) -> Batch:
-        """Sequences [start, start + count) of the global batch of `step`: tokens and targets int64 [count, seq_len]."""
+        """Sequences [start, start + count) of the global batch of `step`: tokens and targets int64 [count, seq_len].
+
+        Raises DataError for damaged files, and for a step that was drawn from a corpus that data.corpora no longer has.
+        """
         corpora, _, numbers = self.sequences(step, start, count)
+        for corpus in np.unique(corpora).tolist():
+            if self._datasets[corpus] is None:
+                name = self._draw.names[corpus]
+                raise DataError(
+                    f"step {step} was drawn from {name}: give data.corpora.{name} back to read it again."
+                )
         rows = [
             (self._datasets[corpus], self._sequences[corpus].spans(number))
             for corpus, number in zip(corpora.tolist(), numbers.tolist(), strict=True)

@@ -9,6 +9,8 @@ from nvfp4_kernels import backend_report
 from nvfp4_train import units
 from nvfp4_train.config.checks import BLOCKS
 from nvfp4_train.config.schema import Config
+from nvfp4_train.data.mixture import describe as mixed
+from nvfp4_train.data.mixture import planned
 from nvfp4_train.model.flops import flops_per_token, linear_layers, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan, phases_of, plan_for
@@ -81,8 +83,16 @@ def _run(cfg: Config, parameters: int) -> Rows:
             "checkpoints",
             f"{units.size(checkpoint_bytes(cfg))} each, every {cfg.checkpoint.every_steps} steps",
         ),
-        ("data", cfg.data.source),
+        ("data", _data(cfg, step_tokens)),
     ]
+
+
+def _data(cfg: Config, step_tokens: int) -> str:
+    if not cfg.data.mixture:
+        return cfg.data.source
+    lines = [f"{name}: {source}" for name, source in cfg.data.corpora.items()]
+    segments = planned(cfg.data.mixture, cfg.training.max_tokens, step_tokens)
+    return "\n".join([*lines, *(f"from step {s.start:,}: {mixed(s.shares)}" for s in segments)])
 
 
 def _precision(cfg: Config) -> dict[str, Rows]:

@@ -19,7 +19,7 @@ from nvfp4_train.data.sources import find_source
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.data.validation import iterate_valid
 from nvfp4_train.distributed.processes import ALONE, Processes
-from nvfp4_train.errors import DataError
+from nvfp4_train.errors import ConfigError, DataError
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.training.inference import TrainedRun
 
@@ -56,13 +56,23 @@ class Score:
     n_bytes: int
 
 
-def held_out_text(run: TrainedRun, report: Callable[[str], None]) -> Text:
-    """The text that the run held out, prepared again where the cache has lost it. `report` gets lines for a person.
+def held_out_text(run: TrainedRun, report: Callable[[str], None], corpus: str | None = None) -> Text:
+    """The text that the run held out, prepared again where the cache has lost it; of several, that of `corpus`.
 
-    Raises DataError when the source is gone, or is not the text it was.
+    `report` gets lines for a person. Raises DataError when the source is gone, or is not the text it was, and
+    ConfigError unless `corpus` is None or one of several.
     """
-    dataset = open_dataset(prepare(run.cfg.data, run.cfg.model.vocab_size, report))
-    source = run.cfg.data.source
+    data = run.cfg.data
+    if (corpus is None) == bool(data.corpora) or (corpus and corpus not in data.corpora):
+        choices = (
+            " or ".join(f"corpus={name}" for name in data.corpora)
+            or "no corpus=NAME, as the run has one text"
+        )
+        raise ConfigError(
+            f"corpus={corpus or ''}: the run's held-out texts are chosen by name: give {choices}."
+        )
+    source = data.corpora[corpus] if corpus else data.source
+    dataset = open_dataset(prepare(replace(data, source=source), run.cfg.model.vocab_size, report))
     if dataset.tokenizer.hash != run.tokenizer.hash:
         raise DataError(
             f"data.source={source} no longer is the text that the run was trained on (its tokenizer differs): restore "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from nvfp4_train import units
 from nvfp4_train.config.load import compose_config, option_names
 from nvfp4_train.config.schema import Config
+from nvfp4_train.data.sources import HUGGING_FACE
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import parameter_count
 from nvfp4_train.training import machine
@@ -85,14 +87,22 @@ def _less_memory(cfg: Config, device_type: str, there: int, need: Memory) -> str
 
 
 def _data(cfg: Config) -> Problem | None:
-    source = cfg.data.source
-    if source == "stdlib" or os.path.exists(Path(source).expanduser()):
+    sources = {f"data.corpora.{name}": source for name, source in cfg.data.corpora.items()}
+    problems = (
+        _missing(source, key) for key, source in (sources or {"data.source": cfg.data.source}).items()
+    )
+    return next((problem for problem in problems if problem), None)
+
+
+def _missing(source: str, key: str) -> Problem | None:
+    elsewhere = source == "stdlib" or source.startswith(HUGGING_FACE) or "://" in source
+    if elsewhere or glob.has_magic(source) or os.path.exists(Path(source).expanduser()):
         return None
     return Problem(
         what="data",
         needed="text: a folder or file of .txt .md .py .jsonl .parquet, or a prepared data set",
-        there=f"nothing: data.source={source} doesn't exist",
-        remedy="data.source=FOLDER, or data=stdlib for a trial with Python's own source code",
+        there=f"nothing: {key}={source} doesn't exist",
+        remedy=f"{key}=FOLDER, or data=stdlib for a trial with Python's own source code",
     )
 
 

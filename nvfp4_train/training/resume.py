@@ -22,6 +22,9 @@ MAY_CHANGE = (
     "experiment",
     "device",
     "data.cache_dir",
+    "data.corpora.*",  # each name must mean the data set that it meant: data/corpora.py
+    "data.mixture",  # from the resumed step on
+    "data.workers",
     "training.max_tokens",
     "training.max_steps",
     "training.log_every",
@@ -46,6 +49,11 @@ class Start:
     checkpoint: Checkpoint | None
     changed: dict[str, list[Any]]
     finished: bool = False
+
+    @property
+    def data(self) -> tuple[dict[str, Any] | None, int]:
+        """What the steps before the checkpoint were drawn from (`Corpora.record`; None at the start), and its step."""
+        return (self.checkpoint.values.get("data"), self.checkpoint.step) if self.checkpoint else (None, 0)
 
 
 def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:

@@ -14,8 +14,8 @@ import torch
 from nvfp4_train import units
 from nvfp4_train.config.layout import layout_of, world_size
 from nvfp4_train.config.schema import Config, LoggingConfig
-from nvfp4_train.data.build import prepare
-from nvfp4_train.data.dataset import Dataset, open_dataset
+from nvfp4_train.data.corpora import Corpora, open_corpora, prepare_corpora
+from nvfp4_train.data.mixture import describe, to_json
 from nvfp4_train.distributed.agreement import LaggedMax, control_group, from_first
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.processes import start as start_processes
@@ -46,7 +46,7 @@ from nvfp4_train.training.signals import StopRequest
 from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.summary import final_summary, more_tokens_command
 from nvfp4_train.training.tracker import build_tracker
-from nvfp4_train.training.trainer import HELD_OUT, Trainer
+from nvfp4_train.training.trainer import Trainer
 
 if TYPE_CHECKING:  # FSDP2 takes a second to import, which a process alone doesn't need
     from nvfp4_train.distributed.fsdp import ShardedModel
@@ -109,12 +109,12 @@ def _launch(
         )
         return
     # The first rank prepares; the others find the result, or make their own where they don't share its disk.
-    prepared = from_first(processes.control, lambda: prepare(cfg.data, cfg.model.vocab_size, console.info))
+    prepared = from_first(processes.control, lambda: prepare_corpora(cfg, console.info))
     if not processes.first:
-        prepared = prepare(cfg.data, cfg.model.vocab_size, console.info)
-    dataset = open_dataset(prepared)
+        prepared = prepare_corpora(cfg, console.info)
+    corpora = open_corpora(cfg, prepared, *start.data)
     if processes.first:
-        save_tokenizer(folder.path, dataset.tokenizer)
+        save_tokenizer(folder.path, corpora.tokenizer)
 
     model, sharded = _build_model(cfg, processes, device)
     state = TrainState(
@@ -124,10 +124,10 @@ def _launch(
         SpikeDetector(cfg.recovery, device),
         SkipCounter(device),
         cfg.training.seed,
-        dataset.hash,
+        corpora,
     )
     if start.checkpoint is None and cfg.init_from is not None:
-        fill_(model, init_from.weight_source(cfg, dataset.tokenizer, console.warning))
+        fill_(model, init_from.weight_source(cfg, corpora.tokenizer, console.warning))
     elif start.checkpoint is None:
         initialize_(model, cfg.training.seed)
     else:
@@ -149,7 +149,7 @@ def _launch(
     choices = [("precision", precision.summary()), ("compile", compiled), ("recomputes", recomputed)]
     if sharded:
         choices.insert(0, ("ranks", layout_of(cfg, processes.size).describe(cfg)))
-    _tell(cfg, console, folder, dataset, start, device, choices)
+    _tell(cfg, console, folder, corpora, start, device, choices)
     resumed_at = start.checkpoint.step if start.checkpoint else None
     logging = cfg.logging if processes.first else LoggingConfig()
     tracker = build_tracker(
@@ -158,13 +158,15 @@ def _launch(
     with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
+        if cfg.data.mixture:
+            writer.event("mixture", step=state.step, segments=to_json(corpora.segments))
         trainer = Trainer(
             cfg,
             folder,
             state,
             precision,
             build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens),
-            dataset,
+            corpora,
             writer,
             console,
             tracker,
@@ -181,7 +183,7 @@ def _launch(
             trainer.train(stop)
         finally:
             if processes.first:
-                _plot(cfg, folder, dataset, console)
+                _plot(cfg, folder, corpora, console)
             tracker.finish()
     sample = _sample(cfg, trainer, device)
     if processes.first:
@@ -205,7 +207,7 @@ def _tell(
     cfg: Config,
     console: Console,
     folder: RunFolder,
-    dataset: Dataset,
+    corpora: Corpora,
     start: Start,
     device: torch.device,
     choices: list[tuple[str, str]],
@@ -213,7 +215,8 @@ def _tell(
     training, steps = cfg.training, resume.total_steps(cfg.training)
     step_tokens = training.global_batch_size * training.seq_len
     flops = flops_per_token(cfg.model, training.seq_len)
-    epochs = steps * step_tokens / dataset.n_tokens("train")
+    epochs = {name: f" ({corpora.epochs(name, steps, step_tokens):.2f} epochs)" for name in corpora.datasets}
+    often = "".join(epochs.values()) if corpora.only else ""
     rows = [
         ("run", f"{folder.path} (id {folder.run_id})"),
         ("device", machine.describe(device)),
@@ -221,15 +224,10 @@ def _tell(
         ("arithmetic", f"{flops / 1e9:.4g} GFLOP a token, forward and backward"),
         ("MFU", peaks.peak(device, cfg.logging.peak_tflops)[1]),
         *choices,
-        (
-            "data",
-            f"{dataset.manifest['source']}: {units.count(dataset.n_tokens('train'))} tokens to train on, "
-            f"{units.count(dataset.n_tokens('valid'))} held out ({units.size(dataset.n_bytes('valid'))} of text)",
-        ),
+        ("data", _data(corpora, epochs)),
         (
             "budget",
-            f"{units.count(steps * step_tokens)} tokens ({epochs:.2f} epochs) in {steps} steps of "
-            f"{units.count(step_tokens)}",
+            f"{units.count(steps * step_tokens)} tokens{often} in {steps} steps of {units.count(step_tokens)}",
         ),
     ]
     if cfg.init_from is not None:
@@ -242,13 +240,27 @@ def _tell(
     console.header(cfg.experiment, rows)
 
 
-def _plot(cfg: Config, folder: RunFolder, dataset: Dataset, console: Console) -> None:
+def _data(corpora: Corpora, epochs: dict[str, str]) -> str:
+    """The data set; of several a line for each, and one for each mixture of them."""
+    lines = []
+    for name, dataset in corpora.datasets.items():
+        head, often = (dataset.manifest["source"], "") if corpora.only else (name, epochs[name])
+        lines.append(
+            f"{head}: {units.count(dataset.n_tokens('train'))} tokens to train on{often}, "
+            f"{units.count(dataset.n_tokens('valid'))} held out ({units.size(dataset.n_bytes('valid'))} of text)"
+        )
+    if not corpora.only:
+        lines += [f"from step {segment.start}: {describe(segment.shares)}" for segment in corpora.segments]
+    return "\n".join(lines)
+
+
+def _plot(cfg: Config, folder: RunFolder, corpora: Corpora, console: Console) -> None:
     """A picture that fails must not fail the run."""
     try:
         plot_run(
             folder.metrics,
             _plot_path(folder),
-            dataset.baselines(),
+            corpora.baselines(),
             f"{cfg.experiment} ({cfg.precision.name})",
         )
     except Exception as error:
@@ -265,7 +277,7 @@ def _sample(cfg: Config, trainer: Trainer, device: torch.device) -> str:
         return ""
     return sample_text(
         trainer.state.model,
-        trainer.dataset.tokenizer,
+        trainer.corpora.tokenizer,
         cfg.training.sample_prompt,
         cfg.training.sample_tokens,
         SAMPLE_TEMPERATURE,
@@ -279,8 +291,12 @@ def _summary(cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: 
     state, prompt = trainer.state, cfg.training.sample_prompt
     records = [record for record in read_metrics(folder.metrics) if "loss" in record]
     losses = [record["loss"] for record in records if not record["skipped"]][-_LAST_STEPS:]
-    name = f"valid/{HELD_OUT}"
     last = records[-1]
+    held_out = {
+        name: {key: last.get(f"valid/{name}/{key}") for key in ("loss", "bits_per_byte", "loss_bf16")}
+        for name in trainer.corpora.datasets
+        if f"valid/{name}/loss" in last
+    }
     whole = cfg.training.validate_tokens is None
     shown = Path(cfg.run_dir)
     return final_summary(
@@ -293,10 +309,8 @@ def _summary(cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: 
         precision=trainer.precision.summary(),
         checkpoint=shown / "checkpoints" / f"step_{state.step:08d}",
         plot=shown / _plot_path(folder).relative_to(folder.path),
-        valid_loss=last.get(f"{name}/loss"),
-        valid_bits_per_byte=last.get(f"{name}/bits_per_byte"),
-        valid_loss_bf16=last.get(f"{name}/loss_bf16"),
-        baselines=trainer.dataset.baselines() if whole else None,
+        held_out=held_out,
+        baselines=trainer.corpora.baselines() if whole else None,
         skipped=int(state.skips.total),
         prompt=prompt,
         sample=sample,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.checkpoint import Checkpoint
 from nvfp4_train.errors import CheckpointError
@@ -30,11 +31,11 @@ class TrainState:
         detector: SpikeDetector,
         skips: SkipCounter,
         seed: int,
-        data_hash: str,
+        data: Corpora,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self.clipper, self.detector, self.skips = clipper, detector, skips
-        self.seed, self.data_hash = seed, data_hash
+        self.seed, self.data = seed, data
         self.step = 0  # optimizer steps done
         self.tokens = 0  # tokens consumed by them
         self.unfinished: dict[str, Any] | None = None  # metrics of this step, whose validation was broken off
@@ -51,11 +52,16 @@ class TrainState:
         }
 
     def values(self) -> dict[str, Any]:
-        return {"seed": self.seed, "data_hash": self.data_hash, "unfinished": self.unfinished}
+        return {
+            "seed": self.seed,
+            "data_hash": self.data.hash,
+            "data": self.data.record(self.step),
+            "unfinished": self.unfinished,
+        }
 
     def restore(self, found: Checkpoint) -> None:
         """Go on where `found` was saved. Raises CheckpointError when it belongs to another model, data set or seed."""
-        for name, here in {"seed": self.seed, "data_hash": self.data_hash}.items():
+        for name, here in {"seed": self.seed, "data_hash": self.data.hash}.items():
             if found.values.get(name) != here:
                 raise CheckpointError(
                     f"{found.path} was trained with {name} {found.values.get(name)}, this run has {here}: give back the "

@@ -22,9 +22,7 @@ def final_summary(
     precision: str,
     checkpoint: str | Path,
     plot: str | Path | None = None,
-    valid_loss: float | None = None,
-    valid_bits_per_byte: float | None = None,
-    valid_loss_bf16: float | None = None,
+    held_out: Mapping[str, Mapping[str, float | None]] | None = None,
     baselines: Mapping[str, float] | None = None,
     skipped: int = 0,
     prompt: str = "",
@@ -34,18 +32,19 @@ def final_summary(
     """The summary as aligned text.
 
     `steps` and `tokens` are the run's, `launch_tokens` and `launch_seconds` (training alone) this launch's; losses
-    are nats a token, `loss` averaged over the last steps; `valid_loss_bf16` is the held-out loss with all layers in
-    BF16; `baselines` are bits per byte of compressors on the same text; `skipped` counts updates that were not
+    are nats a token, `loss` averaged over the last steps; `held_out` has by name of the text its "loss", "bits_per_byte"
+    and "loss_bf16" (with all layers in BF16; None where not measured); `baselines` are bits per byte of compressors on
+    the only such text; `skipped` counts updates that were not
     finite; `sample` begins with `prompt`; `more_command` trains on for more tokens (`more_tokens_command`).
     """
     rows = [
         ("trained", _trained(steps, tokens, launch_tokens, launch_seconds)),
         ("training loss", f"{loss:.4f}"),
     ]
-    if valid_loss is not None:
-        rows.append(("held-out loss", _held_out(valid_loss, valid_loss_bf16)))
-    if valid_bits_per_byte is not None:
-        rows.append(("bits per byte", _bits_per_byte(valid_bits_per_byte, baselines or {})))
+    for name, value in (held_out or {}).items():
+        of = f" {name}" if len(held_out) > 1 else ""
+        rows.append((f"held-out loss{of}", _held_out(value["loss"], value["loss_bf16"])))
+        rows.append((f"bits per byte{of}", _bits_per_byte(value["bits_per_byte"], baselines or {})))
     rows.append(("precision", precision))
     if skipped:
         rows.append(("skipped", f"{skipped} update{'s' * (skipped > 1)} that were not finite"))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import torch
 
 from nvfp4_train.config.schema import Config
+from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.loader import Loader
 from nvfp4_train.data.sampler import Sampler
@@ -31,7 +33,6 @@ from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.step import train_step
 from nvfp4_train.training.tracker import Tracker
 
-HELD_OUT = "heldout"  # name of the validation set in the metrics
 _SAVE_FAILED = 2  # beside 0 and 1, nobody or somebody asked to stop
 
 
@@ -54,7 +55,7 @@ class Trainer:
         state: TrainState,
         precision: PrecisionRuntime,
         schedule: Schedule,
-        dataset: Dataset,
+        corpora: Corpora,
         writer: MetricsWriter,
         console: Console,
         tracker: Tracker,
@@ -65,7 +66,7 @@ class Trainer:
         traffic: Traffic,
     ) -> None:
         self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
-        self.schedule, self.dataset, self.device = schedule, dataset, device
+        self.schedule, self.corpora, self.device = schedule, corpora, device
         self.writer, self.console, self.tracker = writer, console, tracker
         self.saver, self._agree = saver, agree
         self.processes, self._traffic = processes, traffic
@@ -84,7 +85,7 @@ class Trainer:
         """
         training = self.cfg.training
         sampler = Sampler(
-            self.dataset,
+            self.corpora,
             seq_len=training.seq_len,
             global_batch_size=training.global_batch_size,
             seed=training.seed,
@@ -92,7 +93,15 @@ class Trainer:
         )
         # Ranks take consecutive parts of each global batch, so its micro-batches are the same for any number of ranks.
         count = training.global_batch_size // self.processes.size
-        with Loader(sampler, self.state.step, self.processes.rank * count, count) as loader:
+        loader = Loader(
+            sampler,
+            self.state.step,
+            self.processes.rank * count,
+            count,
+            workers=self.cfg.data.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        with loader:
             if (record := self.state.unfinished) is not None:
                 self._publish([record | self._validate(stop)])
                 self.state.unfinished = None
@@ -193,17 +202,21 @@ class Trainer:
             if self._asked(stop):
                 raise _BrokenOff
 
+        values = {}
+        for name, dataset in self.corpora.datasets.items():
+            values |= self._validate_on(name, dataset, look)
+        return values
+
+    def _validate_on(self, name: str, dataset: Dataset, look: Callable[[float], None]) -> dict[str, float]:
         limit = self.cfg.training.validate_tokens
-        result = score(self.state.model, self.cfg, self.dataset, limit, look, self.processes)
-        values = {
-            f"valid/{HELD_OUT}/loss": result.loss,
-            f"valid/{HELD_OUT}/bits_per_byte": result.bits_per_byte,
-        }
-        text = f"step {self.state.step}: held-out loss {result.loss:.4f}, {result.bits_per_byte:.3f} bits per byte"
+        result = score(self.state.model, self.cfg, dataset, limit, look, self.processes)
+        values = {f"valid/{name}/loss": result.loss, f"valid/{name}/bits_per_byte": result.bits_per_byte}
+        of = "" if self.corpora.only else f" of {name}"
+        text = f"step {self.state.step}: held-out loss{of} {result.loss:.4f}, {result.bits_per_byte:.3f} bits per byte"
         if self.cfg.training.validate_bf16:
             with self.precision.all_bf16(), torch.compiler.set_stance("force_eager"):
-                beside = score(self.state.model, self.cfg, self.dataset, limit, look, self.processes)
-            values[f"valid/{HELD_OUT}/loss_bf16"] = beside.loss
+                beside = score(self.state.model, self.cfg, dataset, limit, look, self.processes)
+            values[f"valid/{name}/loss_bf16"] = beside.loss
             text += f" ({beside.loss:.4f} with all layers in BF16)"
         self.console.info(text)
         return values

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.data.sampler import Sampler
-from nvfp4_train.data.sequences import GROUP, DocumentSequences, StreamSequences, pack
+from nvfp4_train.data.sequences import GROUP, DocumentSequences, pack
 from nvfp4_train.errors import DataError
 
 
@@ -88,11 +89,10 @@ def test_packing_keeps_all_in_bins_that_just_suffice(lengths, size, slack):
 def test_a_batch_of_documents_predicts_each_token_from_the_one_before(lengths, seq_len, reset, batch_size):
     data = Documents(lengths)
     sampler = Sampler(
-        data,
+        Corpora({"text": data}, packing="documents"),
         seq_len=seq_len,
         global_batch_size=batch_size,
         seed=3,
-        packing="documents",
         reset_state_at_documents=reset,
     )
     stream = data.raw_tokens("train", -1, sum(lengths))
@@ -120,15 +120,15 @@ def test_a_batch_of_documents_predicts_each_token_from_the_one_before(lengths, s
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_corpus_smaller_than_one_sequence(packing):
-    tiny = Documents([3, 4])
+    tiny, empty = (Corpora({"text": Documents(lengths)}, packing=packing) for lengths in ([3, 4], []))
     if packing == "stream":
         with pytest.raises(DataError, match=r"data\.packing=documents"):
-            StreamSequences(tiny, "train", 16)
+            Sampler(tiny, seq_len=16, global_batch_size=3, seed=0)
     else:
-        sampler = Sampler(tiny, seq_len=16, global_batch_size=3, seed=0, packing=packing)
+        sampler = Sampler(tiny, seq_len=16, global_batch_size=3, seed=0)
         assert sampler.batch(5).mask.sum(1).tolist() == [7, 7, 7]
     with pytest.raises(DataError, match=r"no tokens to train on|less than one sequence"):
-        Sampler(Documents([]), seq_len=16, global_batch_size=1, seed=0, packing=packing)
+        Sampler(empty, seq_len=16, global_batch_size=1, seed=0)
 
 
 def test_cumulative_lengths_are_those_of_the_documents_in_each_row():

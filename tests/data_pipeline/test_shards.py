@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.data.dataset import TOKENIZER, is_dataset, open_dataset, write_manifest
 from nvfp4_train.data.sampler import Sampler
 from nvfp4_train.data.shards import OpenFiles, Shard, ShardReader, SplitWriter
@@ -153,7 +154,8 @@ def test_a_folder_of_something_else_is_no_data_set(tmp_path):
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_shard_that_is_cut_while_a_run_reads_is_named(copy, packing):
     """With a memory map this would kill the process."""
-    sampler = Sampler(open_dataset(copy), seq_len=64, global_batch_size=64, seed=0, packing=packing)
+    corpora = Corpora({"text": open_dataset(copy)}, packing=packing)
+    sampler = Sampler(corpora, seq_len=64, global_batch_size=64, seed=0)
     sampler.batch(0)
     path = copy / "train-00000.bin"
     path.write_bytes(path.read_bytes()[:1000])
@@ -166,7 +168,8 @@ def test_an_index_out_of_order_is_named(copy):
     content = bytearray(path.read_bytes())
     content[16:] = bytes(len(content) - 16)
     path.write_bytes(content)
-    sampler = Sampler(open_dataset(copy), seq_len=64, global_batch_size=64, seed=0, packing="documents")
+    corpora = Corpora({"text": open_dataset(copy)}, packing="documents")
+    sampler = Sampler(corpora, seq_len=64, global_batch_size=64, seed=0)
     with pytest.raises(DataError, match=r"train-00000\.idx is damaged"):
         sampler.batch(0)
 

@@ -22,9 +22,7 @@ def test_everything_is_there_and_aligned():
     text = final_summary(
         **RUN,
         plot="runs/quickstart/plots/run.png",
-        valid_loss=2.7,
-        valid_loss_bf16=2.69,
-        valid_bits_per_byte=1.8,
+        held_out={"heldout": {"loss": 2.7, "loss_bf16": 2.69, "bits_per_byte": 1.8}},
         baselines={"gzip": 2.04, "xz": 1.69},
         skipped=3,
         prompt="def f(x):",
