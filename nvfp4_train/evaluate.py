@@ -1,18 +1,27 @@
-"""Measure a trained model on text: `python -m nvfp4_train.evaluate run=DIR [data=FILE_OR_FOLDER] [bf16=true]`."""
+"""Measure a trained model on text or on benchmarks.
+
+python -m nvfp4_train.evaluate run=DIR [data=FILE_OR_FOLDER] [bf16=true]
+python -m nvfp4_train.evaluate run=DIR tasks=NAMES_OR_FILES
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nvfp4_train import cli, units
 from nvfp4_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nvfp4_train.training.inference import TrainedRun
 
 
 @dataclass(frozen=True)
 class Options:
     run: str = cli.option(
-        "folder of the run: its newest checkpoint is measured (or one of its checkpoints/step_...)"
+        "folder of the run: its newest checkpoint is measured (or one of its checkpoints/step_..., or a Hugging Face folder)"
     )
     data: str | None = cli.option(
         "text to measure on, a file or folder; without it the run's held-out text", None
@@ -20,21 +29,56 @@ class Options:
     corpus: str | None = cli.option("whose held-out text, where the run has data.corpora: a name in it", None)
     bf16: bool = cli.option("measure with every layer in BF16 as well", False)
     max_tokens: int | None = cli.option("measure on the first so many tokens; without it on all", None)
+    tasks: str | None = cli.option(
+        "instead of text: lm-evaluation-harness tasks, comma-separated names, YAML files or folders of them",
+        None,
+    )
+    few_shot: int | None = cli.option("tasks: examples before each question; without it the task's own", None)
+    limit: int | None = cli.option("tasks: the first so many questions of each", None)
     device: str = cli.option("auto, cpu or cuda", "auto")
 
 
 def main(argv: list[str]) -> None:
-    """Print loss and bits per byte of the model as it was trained, and of general compressors on the same text."""
+    """Print loss and bits per byte of the model as it was trained, and of general compressors on the same text; or the
+    results of benchmark tasks."""
     options = cli.parse(argv, Options, "nvfp4_train.evaluate")
     if options is None:
         return
-    if options.max_tokens is not None and options.max_tokens < 1:
-        raise ConfigError(f"max_tokens={options.max_tokens} must be at least 1.")
-    from nvfp4_train.training import evaluation, inference  # after the check: importing torch takes seconds
+    for name in ("max_tokens", "limit"):
+        if (value := getattr(options, name)) is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1.")
+    if options.tasks is not None and options.data is not None:
+        raise ConfigError(f"tasks={options.tasks} and data={options.data}: give one of them.")
+    if options.tasks is not None and importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"tasks={options.tasks} needs lm-evaluation-harness: install it with pip install 'nvfp4-train[eval]'."
+        )
+    from nvfp4_train.training import inference  # after the checks: importing torch takes seconds
 
     run = inference.load_run(
         options.run, options.device, warn=lambda text: print(f"WARNING  {text}", file=sys.stderr)
     )
+    (_on_text if options.tasks is None else _on_tasks)(run, options)
+
+
+def _on_tasks(run: TrainedRun, options: Options) -> None:
+    from nvfp4_train.training.harness import evaluate_tasks
+
+    results = evaluate_tasks(run, options.tasks, options.few_shot, options.limit)
+    rows = [("model", run.title), ("precision", run.precision.summary())]
+    for task, metrics in results.items():
+        for name, value in metrics.items():
+            metric, _, kind = name.partition(",")
+            error = metrics.get(f"{metric}_stderr,{kind}")
+            if isinstance(value, float) and not metric.endswith("_stderr"):
+                spread = f" +- {error:.4f}" if isinstance(error, float) else ""
+                rows.append((task, f"{metric} {value:.4f}{spread}"))
+    print(units.table(rows, indent=""))
+
+
+def _on_text(run: TrainedRun, options: Options) -> None:
+    from nvfp4_train.training import evaluation
+
     if options.data is None and run.checkpoint is None:
         raise ConfigError(
             f"run={options.run} is no run of this program, so nothing says which text was held out: give one with "
