@@ -52,6 +52,7 @@ def _check_choices(cfg: Config) -> None:
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])
+    one_of("training.kernels", cfg.training.kernels, ["auto", "torch", "mamba_ssm"])
     one_of("training.recompute", cfg.training.recompute, ["none", "squared_relu", "block", "budget"])
     for key, value in {"run_dir": cfg.run_dir, "data.source": cfg.data.source}.items():
         if not value.strip():

@@ -35,13 +35,14 @@ class Mamba2(nn.Module):
         self.D = nn.Parameter(torch.empty(self.heads, dtype=torch.float32, device=device))
         self.norm = GatedRMSNorm(self.inner, self.groups, cfg.norm_eps, device)
         self.out_proj = Linear(self.inner, cfg.hidden_size, device=device)
+        self.scan = ssd_chunked  # or another of its signature: kernels.choose_kernels
 
     def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] convolution and state restart at every document."""
         z, xBC, dt = self._project(x)
         xBC = F.silu(self.conv1d(xBC, seq_idx)).to(z.dtype)
         xs, B, C = self._split(xBC)
-        y = ssd_chunked(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
+        y = self.scan(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
         return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
 
     @property

@@ -31,6 +31,7 @@ MAY_CHANGE = (
     "training.validate_*",
     "training.sample_*",
     "training.compile",
+    "training.kernels",
     "training.recompute*",
     "recovery.max_consecutive_skips",
     "parallel.*",

@@ -25,6 +25,7 @@ from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import fill_, initialize_
+from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.model.recompute import apply_recompute
 from nvfp4_train.precision import apply_recipe
 from nvfp4_train.training import init_from, machine, peaks, resume
@@ -140,13 +141,19 @@ def _launch(
         sharded.prepare_weights if sharded else None,
     )
     precision.set_phase(state.tokens / cfg.training.max_tokens)
+    kernels = choose_kernels(model, cfg.training.kernels, device)
     recomputed = apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget)
     compiled = compile_blocks(model, cfg.training.compile, device)
     if cfg.training.recompute == "budget" and compiled.startswith("off"):
         raise ConfigError(
             f"training.recompute=budget needs the compiler ({compiled}): use training.recompute=block."
         )
-    choices = [("precision", precision.summary()), ("compile", compiled), ("recomputes", recomputed)]
+    choices = [
+        ("precision", precision.summary()),
+        ("kernels", kernels),
+        ("compile", compiled),
+        ("recomputes", recomputed),
+    ]
     if sharded:
         choices.insert(0, ("ranks", layout_of(cfg, processes.size).describe(cfg)))
     _tell(cfg, console, folder, corpora, start, device, choices)

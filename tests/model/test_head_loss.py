@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nvfp4_train.model import loss
 from nvfp4_train.model.loss import head_loss
@@ -69,3 +70,24 @@ def test_logits_too_large_for_exp_stay_finite():
     torch.testing.assert_close(
         value.double(), reference(hidden * 1e3, weight, targets, None), rtol=1e-5, atol=0
     )
+
+
+class Largest(TorchDispatchMode):
+    """The size of the largest tensor of logits, or as wide, that any operation returns (the transposed head aside)."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(t, torch.Tensor) and t.shape[-1:] == (VOCAB,) and t.shape != (HIDDEN, VOCAB):
+                self.elements = max(self.elements, t.numel())
+        return out
+
+
+def test_no_more_than_a_slice_of_logits_exists(monkeypatch):
+    monkeypatch.setattr(loss, "SLICE_ELEMENTS", {"cpu": 5 * VOCAB})
+    hidden, weight, targets, mask = sample(torch.bfloat16)
+    with Largest() as largest:
+        head_loss(hidden, weight, targets, mask).backward()
+    assert largest.elements == 5 * VOCAB < TOKENS * VOCAB

@@ -1,0 +1,111 @@
+"""The selective scan by mamba-ssm's Triton kernels, as a custom operator that torch.compile takes whole.
+
+Only the scan: the package's larger kernel would multiply with out_proj itself, past its quantization.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import sys
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OLDEST = (2, 3)  # of those before, the backward pass was wrong for several groups, or not deterministic
+_kernels: Any = None  # mamba_ssm.ops.triton.ssd_combined, once `load` has found it
+
+
+def load() -> str | None:
+    """Import the kernels; None, or why they can't be used. The package needs no compiled extension for them."""
+    global _kernels
+    if importlib.util.find_spec("mamba_ssm") is None:
+        return "mamba-ssm is not installed"
+    version = importlib.metadata.version("mamba-ssm")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        return f"mamba-ssm {version} is older than {'.'.join(map(str, OLDEST))}"
+    # Read when the module is imported: sums in a fixed order, instead of atomic additions.
+    os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
+    stub = "selective_scan_cuda"  # Mamba-1's extension, which the package's __init__ imports come what may
+    added = importlib.util.find_spec(stub) is None
+    if added:
+        sys.modules[stub] = types.ModuleType(stub)
+    try:
+        from mamba_ssm.ops.triton import ssd_combined
+    except Exception as error:  # whatever its many dependencies raise
+        return f"mamba-ssm {version} can't be imported ({' '.join(str(error).split())})"
+    finally:
+        if added:
+            sys.modules.pop(stub, None)
+    _kernels = ssd_combined
+    return None
+
+
+def ssd_mamba_ssm(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype."""
+    seq_idx = None if seq_idx is None else seq_idx.to(torch.int32)
+    return torch.ops.nvfp4_train.ssd_mamba_ssm(x, dt, A, B, C, D, chunk_size, seq_idx)
+
+
+@torch.library.custom_op("nvfp4_train::ssd_mamba_ssm", mutates_args=())
+def _forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int, seq_idx: Tensor | None
+) -> Tensor:
+    return _kernels._mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D=D, seq_idx=seq_idx)[0]
+
+
+@_forward.register_fake
+def _(x, dt, A, B, C, D, chunk_size, seq_idx):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("nvfp4_train::ssd_mamba_ssm_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    y: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = _kernels._mamba_chunk_scan_combined_bwd(
+        dy.contiguous(), x, dt, A, B, C, y, chunk_size, D=D, seq_idx=seq_idx
+    )
+    inputs = (x, dt, A, B, C, D)
+    return tuple(grad.to(t.dtype).contiguous() for grad, t in zip(grads, inputs, strict=False))
+
+
+@_backward.register_fake
+def _(dy, x, dt, A, B, C, D, y, chunk_size, seq_idx):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, A, B, C, D))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.chunk_size, seq_idx = inputs
+    ctx.save_for_backward(*tensors, output, seq_idx)
+
+
+def _gradients(ctx, dy):
+    *tensors, seq_idx = ctx.saved_tensors
+    grads = torch.ops.nvfp4_train.ssd_mamba_ssm_backward(dy, *tensors, ctx.chunk_size, seq_idx)
+    return (*grads, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,0 +1,143 @@
+"""The choice of the scan, and mamba-ssm's kernels in it: on a GPU themselves, without one their place in the model."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import sys
+import types
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.model import mamba_ssm_scan
+from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.init import initialize_
+from nvfp4_train.model.kernels import choose_kernels
+from nvfp4_train.model.mamba_ssm_scan import ssd_mamba_ssm
+from nvfp4_train.model.ssd import ssd_chunked
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def inputs(dtype=torch.float32, device="cpu", length=40):
+    gen = torch.Generator().manual_seed(0)
+    shapes = [(2, length, 4, 16), (2, length, 4), (4,), (2, length, 2, 16), (2, length, 2, 16), (4,)]
+    x, dt, a, B, C, D = (torch.randn(s, generator=gen).to(device) for s in shapes)
+    leaves = [x.to(dtype), dt.sigmoid(), -a.exp(), B.to(dtype), C.to(dtype), D]
+    return [t.detach().requires_grad_() for t in leaves]
+
+
+def documents(device="cpu", length=40):
+    return (torch.arange(length, device=device) // 13)[None].expand(2, -1).contiguous()
+
+
+class Stub(types.ModuleType):
+    """Has the package's two functions, computed by the reference."""
+
+    @staticmethod
+    def _mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D=None, seq_idx=None):
+        return ssd_chunked(x, dt, A, B, C, D, chunk_size, seq_idx), "out_x", "dt_out"
+
+    @staticmethod
+    def _mamba_chunk_scan_combined_bwd(dout, x, dt, A, B, C, out, chunk_size, D=None, seq_idx=None):
+        leaves = [t.detach().requires_grad_() for t in (x, dt, A, B, C, D)]
+
+        def gradients():
+            y = ssd_chunked(*leaves, chunk_size, seq_idx)
+            assert torch.equal(y, out)
+            return torch.autograd.grad(y, leaves, dout)
+
+        with ThreadPoolExecutor(1) as pool:  # inside an operator this thread has no autograd
+            return (*pool.submit(gradients).result(), None, None, None)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_operator_passes_everything_through(monkeypatch, compiled, masked):
+    monkeypatch.setattr(mamba_ssm_scan, "_kernels", Stub("ssd_combined"))
+    seq_idx = documents() if masked else None
+    scan = torch.compile(ssd_mamba_ssm, backend="aot_eager", fullgraph=True) if compiled else ssd_mamba_ssm
+    results = []
+    for function in (scan, ssd_chunked):
+        leaves = inputs()
+        y = function(*leaves, 16, seq_idx)
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_why_the_package_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(mamba_ssm_scan, "_kernels", None)
+    if importlib.util.find_spec("mamba_ssm") is None:
+        assert mamba_ssm_scan.load() == "mamba-ssm is not installed"
+    package = tmp_path / "mamba_ssm"
+    (package / "ops" / "triton").mkdir(parents=True)
+    for folder in (package, package / "ops", package / "ops" / "triton"):
+        (folder / "__init__.py").write_text("import selective_scan_cuda\n" if folder is package else "")
+    monkeypatch.syspath_prepend(tmp_path)
+    version = "2.2.6"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    try:
+        assert mamba_ssm_scan.load() == "mamba-ssm 2.2.6 is older than 2.3"
+        version = "2.3.2.post1"
+        assert "can't be imported (cannot import name 'ssd_combined'" in mamba_ssm_scan.load()
+        (package / "ops" / "triton" / "ssd_combined.py").write_text("")
+        importlib.invalidate_caches()
+        assert mamba_ssm_scan.load() is None
+        assert mamba_ssm_scan._kernels.__name__ == "mamba_ssm.ops.triton.ssd_combined"
+        assert "selective_scan_cuda" not in sys.modules
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
+            del sys.modules[name]
+
+
+def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):
+    model = HybridModel(tiny, "meta")
+    assert choose_kernels(model, "auto", torch.device("cpu")).startswith(
+        "scan in PyTorch (mamba-ssm's kernels run"
+    )
+    assert choose_kernels(model, "torch", torch.device("cpu")) == "scan in PyTorch (training.kernels=torch)"
+    with pytest.raises(ConfigError, match=r"training\.kernels=mamba_ssm, but"):
+        choose_kernels(model, "mamba_ssm", torch.device("cpu"))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_reference_on_the_device(masked):
+    if missing := mamba_ssm_scan.load():
+        pytest.skip(missing)
+    seq_idx = documents("cuda", 300) if masked else None
+    results = []
+    for function, dtype in (
+        (ssd_mamba_ssm, torch.bfloat16),
+        (ssd_chunked, torch.bfloat16),
+        (ssd_chunked, torch.float32),
+    ):
+        leaves = inputs(dtype, "cuda", 300)
+        y = function(*leaves, 64, seq_idx)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for fast, reference, exact in zip(*results, strict=True):
+        error = (fast.float() - exact.float()).norm() / exact.float().norm()
+        assert error < 2 * (reference.float() - exact.float()).norm() / exact.float().norm() + 5e-3
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_the_model_on_the_device(tiny):
+    results = []
+    tiny.ssm_state_size, tiny.mamba_head_dim = 16, 16
+    for kernels in ("torch", "auto"):
+        model = HybridModel(tiny, "cuda")
+        initialize_(model, 0)
+        line = choose_kernels(model, kernels, torch.device("cuda"))
+        if kernels == "auto" and "mamba-ssm" not in line.split("(")[0]:
+            pytest.skip(line)
+        tokens = torch.randint(97, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        model.loss(tokens, tokens)[0].backward()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, want in results[0].items():
+        assert (results[1][name] - want).norm() < 0.05 * want.norm(), name
