@@ -7,6 +7,7 @@ import sys
 from nvfp4_train import cli
 from nvfp4_train.config.load import load
 from nvfp4_train.config.validate import validate
+from nvfp4_train.precision import backends
 
 
 def main(argv: list[str]) -> None:
@@ -15,12 +16,13 @@ def main(argv: list[str]) -> None:
     if cfg is None:
         return
     validate(cfg)
-    # After the checks: importing torch takes seconds.
     if cfg.dry_run:
         from nvfp4_train.training.dry_run import describe
 
         print(describe(cfg))
         return
+    backends.check(cfg.precision, cfg.device)
+    # After the checks: importing torch takes seconds.
     from nvfp4_train.training import requirements
     from nvfp4_train.training.run import run
 

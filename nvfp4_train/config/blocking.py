@@ -1,14 +1,16 @@
-"""What NVFP4 asks of shapes: blocks of 16 along rows, columns and tokens, so that all three are multiples of 16."""
+"""What quantizing asks of shapes: blocks of 16 along rows, columns and tokens, so that all three are multiples of 16."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from nvfp4_train.config.checks import nearest
 from nvfp4_train.config.schema import Config, ModelConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import LinearLayer, linear_layers, linear_shapes
-from nvfp4_train.precision.recipe import phases_of, plan_for
+from nvfp4_train.precision import backends
+from nvfp4_train.precision.recipe import LinearPlan, phases_of, plan_for
 
 BLOCK = 16
 # Where each mixer's widths come from; a remedy names the earlier key first.
@@ -20,37 +22,43 @@ _KEYS = {
 
 
 def check_blocking(cfg: Config) -> None:
-    """Raise ConfigError where a layer or micro-batch of an NVFP4 run has no whole number of blocks, or no layer is NVFP4."""
-    layers = quantized_layers(cfg)
+    """Raise ConfigError where a layer or micro-batch of a quantized run has no whole number of blocks, no layer is
+    quantized, or the backend asked for cannot compute one."""
+    layers, name = quantized_layers(cfg), cfg.precision.name
     if not layers:
         raise ConfigError(
-            f"precision=nvfp4 leaves none of the {len(cfg.model.pattern)} blocks in NVFP4: lower "
+            f"precision={name} leaves none of the {len(cfg.model.pattern)} blocks in {name.upper()}: lower "
             "precision.first_blocks_bf16 or last_blocks_bf16, change precision.rules, or use precision=bf16."
         )
     for layer in layers:
         for width, side in ((layer.in_features, "inputs"), (layer.out_features, "outputs")):
             if width % BLOCK:
                 raise ConfigError(
-                    f"{layer.name} has {width} {side}, not a multiple of {BLOCK} as NVFP4 needs: "
+                    f"{layer.name} has {width} {side}, not a multiple of {BLOCK} as {name.upper()} needs: "
                     f"{_remedy(cfg.model, layer, side)}use precision=bf16."
                 )
+    for layer, plan in plans(cfg):
+        backends.check_plan(cfg.precision, layer.name, plan)
     batch, length = cfg.training.micro_batch_size, cfg.training.seq_len
     if batch * length % BLOCK:
         lengths = nearest(length, lambda n: batch * n % BLOCK == 0)
         raise ConfigError(
             f"training.micro_batch_size={batch} x training.seq_len={length} makes {batch * length} tokens, not a "
-            f"multiple of {BLOCK} as NVFP4 needs: set training.seq_len to {lengths}, or use precision=bf16."
+            f"multiple of {BLOCK} as {name.upper()} needs: set training.seq_len to {lengths}, or use precision=bf16."
         )
 
 
 def quantized_layers(cfg: Config) -> list[LinearLayer]:
-    """The linear layers that have an operand in NVFP4 in some phase of the run."""
-    phases, n_blocks = phases_of(cfg.precision), len(cfg.model.pattern)
-    return [
-        layer
-        for layer in linear_layers(cfg.model)
-        if any(plan_for(cfg.precision, layer.name, layer.block, n_blocks, p.name).quantized for p in phases)
-    ]
+    """The linear layers that have a quantized operand in some phase of the run."""
+    return list(dict.fromkeys(layer for layer, plan in plans(cfg) if plan.quantized))
+
+
+def plans(cfg: Config) -> Iterator[tuple[LinearLayer, LinearPlan]]:
+    """Every linear layer with its plan in every phase."""
+    n_blocks = len(cfg.model.pattern)
+    for layer in linear_layers(cfg.model):
+        for phase in phases_of(cfg.precision):
+            yield layer, plan_for(cfg.precision, layer.name, layer.block, n_blocks, phase.name)
 
 
 def _remedy(model: ModelConfig, layer: LinearLayer, side: str) -> str:

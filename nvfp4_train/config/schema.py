@@ -41,7 +41,7 @@ class RuleConfig:
     blocks: str = "all"  # all | first:N | last:N | N | N-M (inclusive)
     operands: list[str] = field(default_factory=lambda: ["*"])  # globs: fprop.input, *.weight, wgrad.*, ...
     phase: str = "*"  # glob on the phase's name
-    format: str = MISSING  # nvfp4 | bf16
+    format: str = MISSING  # nvfp4 | fp8 | bf16
 
 
 @dataclass
@@ -56,8 +56,11 @@ class PhaseConfig:
 class PrecisionConfig:
     """The recipe: formats of the three GEMMs' six operands, block by block, phase by phase."""
 
-    name: str = MISSING  # nvfp4 | bf16 | fp32
-    backend: str = "auto"  # GEMM: auto | emulated
+    name: str = MISSING  # nvfp4 | fp8 | bf16 | fp32
+    backend: str = "auto"  # GEMM: auto | emulated | triton | cublas | te
+    te_recipe: str = (
+        "block"  # fp8 by Transformer Engine: block (1x128, 128x128) | current | delayed (a scale a tensor)
+    )
     first_blocks_bf16: int | None = None  # null: round(2 L / 62), the paper's 2 of 62
     last_blocks_bf16: int | None = None  # null: max(1, round(8 L / 62)), the paper's 8 of 62
     stochastic_gradients: bool = True  # stochastic rounding of both gradient operands

@@ -17,7 +17,8 @@ from nvfp4_train.config.layout import layout_of, world_size
 from nvfp4_train.config.schema import Config, ModelConfig, TrainingConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import linear_layers
-from nvfp4_train.precision.recipe import check_rules
+from nvfp4_train.precision import backends
+from nvfp4_train.precision.recipe import QUANTIZED_FORMATS, check_rules
 from nvfp4_train.training import init_from
 from nvfp4_train.training.schedule import build_schedule
 
@@ -38,16 +39,29 @@ def validate(cfg: Config) -> None:
     build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens)
     names = [layer.name for layer in linear_layers(cfg.model)]
     check_rules(cfg.precision, len(cfg.model.pattern), names)
-    if cfg.precision.name == "nvfp4":
+    if cfg.precision.name in QUANTIZED_FORMATS:
         check_blocking(cfg)
+    _check_te(cfg)
     init_from.check(cfg)
     layout_of(cfg, None if cfg.dry_run else world_size())
 
 
+def _check_te(cfg: Config) -> None:
+    """What Transformer Engine's layers exclude elsewhere in the configuration."""
+    if cfg.precision.backend != "te" or cfg.precision.name != "fp8" or cfg.precision.te_recipe != "delayed":
+        return
+    if cfg.training.recompute in ("block", "budget"):
+        raise ConfigError(
+            f"training.recompute={cfg.training.recompute} would count maxima twice in precision.te_recipe=delayed: use "
+            "training.recompute=none, or precision.te_recipe=block."
+        )
+
+
 def _check_choices(cfg: Config) -> None:
     one_of("device", cfg.device, ["auto", "cpu", "cuda"])
-    one_of("precision.name", cfg.precision.name, ["nvfp4", "bf16", "fp32"])
-    one_of("precision.backend", cfg.precision.backend, ["auto", "emulated"])
+    one_of("precision.name", cfg.precision.name, ["nvfp4", "fp8", "bf16", "fp32"])
+    one_of("precision.backend", cfg.precision.backend, list(backends.NAMES))
+    one_of("precision.te_recipe", cfg.precision.te_recipe, ["block", "current", "delayed"])
     one_of("recovery.name", cfg.recovery.name, ["auto", "skip_nonfinite", "off"])
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])

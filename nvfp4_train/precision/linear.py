@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from nvfp4_kernels import producers
 from torch import nn
@@ -9,6 +11,28 @@ from torch import nn
 from nvfp4_train.precision import ops
 from nvfp4_train.precision.producers import Activation
 from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan
+
+
+class Engine(Protocol):
+    """What computes a layer's quantized GEMMs by another backend (`native.NativeLinear`, `te.TELinear`)."""
+
+    takes_amax: bool  # whether it uses the amax that a producer measured of its input
+
+    def prepare(self, weight: torch.Tensor, plan: LinearPlan) -> None:
+        """Take the master weight as it is now: once an optimizer step."""
+
+    def release(self) -> None:
+        """Let go of what `prepare` made: nothing is quantized from here on."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        amax: torch.Tensor | None,
+        weight: torch.Tensor,
+        plan: LinearPlan,
+        rng: torch.Tensor,
+    ) -> torch.Tensor:
+        """x: bf16 [tokens, in] -> bf16 [tokens, out]. amax: fp32 [2], of x and its transform, if measured already."""
 
 
 class Linear(nn.Module):
@@ -24,6 +48,7 @@ class Linear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32, device=device))
         self.plan: LinearPlan = BF16_PLAN
+        self.engine: Engine | None = None  # computes in place of the emulated operators
         self.fused_producers = (
             False  # whether this device's producers measure amax in the pass that makes the input
         )
@@ -33,14 +58,19 @@ class Linear(nn.Module):
     def set_plan(self, plan: LinearPlan, rng: torch.Tensor) -> None:
         """Adopt a plan. rng: int64 [4], this layer's row of the runtime's counters (seed, step, micro-batch, tensor)."""
         self.plan, self.rng = plan, rng
-        self.fused_producers = producers.fused(rng.device)
+        self.fused_producers = producers.fused(rng.device) and (self.engine is None or self.engine.takes_amax)
         if not plan.quantized:
             self.fprop_weight = self.dgrad_weight = self.weight_amax = None
+            if self.engine is not None:
+                self.engine.release()
 
     @torch.no_grad()
     def prepare_weight(self) -> None:
         """Quantize the weight as it is now. In place after the first time, so that compiled code keeps its buffers."""
         if not self.plan.quantized:
+            return
+        if self.engine is not None:
+            self.engine.prepare(self.weight, self.plan)
             return
         fprop, dgrad, amax = ops.prepare_weight(self.weight, self.plan)
         if self.fprop_weight is None:
@@ -60,6 +90,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         """x: [..., in] -> [..., out] in x's dtype (bf16 when the plan quantizes anything)."""
         x, amax = x if isinstance(x, Activation) else (x, None)
+        if self.engine is not None and self.plan.quantized:
+            y = self.engine(x.reshape(-1, self.in_features), amax, self.weight, self.plan, self.rng)
+            return y.view(*x.shape[:-1], self.out_features)
         if self.fprop_weight is None:
             return nn.functional.linear(x, self.weight.to(x.dtype))
         y, *_ = torch.ops.nvfp4_train.linear(

@@ -18,13 +18,14 @@ from nvfp4_train.config.schema import PhaseConfig, PrecisionConfig, RuleConfig
 from nvfp4_train.errors import ConfigError
 
 OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
-FORMATS = ("nvfp4", "bf16")
+QUANTIZED_FORMATS = ("nvfp4", "fp8")
+FORMATS = (*QUANTIZED_FORMATS, "bf16")
 MAIN_PHASE = PhaseConfig(name="main", start=0.0)
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one linear layer computes: which operands are NVFP4 (the others are bf16), and how they are rounded."""
+    """How one linear layer computes: which operands are quantized (the others are bf16), and how they are rounded."""
 
     quantized: frozenset[str] = frozenset()
     stochastic_gradients: bool = True
@@ -83,6 +84,10 @@ def check_rules(cfg: PrecisionConfig, n_blocks: int, module_names: list[str]) ->
     for rule in cfg.rules:
         if rule.format not in FORMATS:
             raise ConfigError(f"precision.rules: format={rule.format!r} is not one of {', '.join(FORMATS)}.")
+        if cfg.name in QUANTIZED_FORMATS and rule.format not in (cfg.name, "bf16"):
+            raise ConfigError(
+                f"precision.rules: format={rule.format!r} in a run with precision={cfg.name}: write {cfg.name} or bf16."
+            )
         block_range(rule.blocks, n_blocks)
         for glob in rule.operands:
             if not any(fnmatchcase(o, glob) for o in OPERANDS):
@@ -115,11 +120,11 @@ def phase_at(cfg: PrecisionConfig, progress: float) -> str:
 
 def plan_for(cfg: PrecisionConfig, module: str, block: int, n_blocks: int, phase: str) -> LinearPlan:
     """The plan of the linear layer `module` in block `block` of `n_blocks`, in `phase`. The last matching rule wins."""
-    if cfg.name != "nvfp4":
+    if cfg.name not in QUANTIZED_FORMATS:
         return BF16_PLAN
     first, last = default_bf16_blocks(cfg, n_blocks)
     rules = [
-        RuleConfig(format="nvfp4"),
+        RuleConfig(format=cfg.name),
         RuleConfig(blocks=f"first:{first}", format="bf16"),
         RuleConfig(blocks=f"last:{last}", format="bf16"),
         *cfg.rules,
@@ -134,5 +139,5 @@ def plan_for(cfg: PrecisionConfig, module: str, block: int, n_blocks: int, phase
             for operand in OPERANDS:
                 if any(fnmatchcase(operand, glob) for glob in rule.operands):
                     formats[operand] = rule.format
-    quantized = frozenset(o for o, f in formats.items() if f == "nvfp4")
+    quantized = frozenset(o for o, f in formats.items() if f != "bf16")
     return LinearPlan(quantized, cfg.stochastic_gradients, cfg.hadamard, cfg.weight_blocks_2d)

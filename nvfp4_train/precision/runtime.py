@@ -8,12 +8,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 from nvfp4_kernels import backend_report
+from nvfp4_kernels.native import self_test
 from torch import nn
 
 from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.precision import health
+from nvfp4_train.precision.backends import BACKENDS, NATIVE, choose
+from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.linear import Linear
-from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan, check_rules, phase_at, plan_for
+from nvfp4_train.precision.native import NativeLinear
+from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan, check_rules, phase_at, phases_of, plan_for
+from nvfp4_train.precision.te import TransformerEngine
 
 SEED, STEP, MICROBATCH, TENSOR = range(4)
 
@@ -22,7 +28,7 @@ class PrecisionRuntime:
     """Sets every `Linear`'s plan for the current phase, and its counters for the current step and micro-batch.
 
     The trainer calls `set_phase` and `begin_step` before a step, `begin_microbatch` before each forward pass and
-    `prepare_weights` after each change of the weights. All state follows from (seed, step): nothing is saved.
+    `prepare_weights` after each change of the weights. All state follows from (seed, step), but for what `state` returns.
     """
 
     def __init__(
@@ -44,6 +50,8 @@ class PrecisionRuntime:
         self.counters[:, TENSOR] = torch.arange(len(self.linears), device=device)
         self.phase: str | None = None
         self._recorder: health.HealthRecorder | None = None
+        self.te: TransformerEngine | None = None
+        self.backend, self.why = self._engage()
         self.set_phase(0.0)
 
     def set_phase(self, progress: float) -> bool:
@@ -54,6 +62,15 @@ class PrecisionRuntime:
         self.phase = phase
         self._adopt({name: self._plan(name) for name in self.linears})
         return True
+
+    def forward_pass(self) -> contextlib.AbstractContextManager:
+        """Around the forward pass of a micro-batch."""
+        return self.te.forward_pass() if self.te else contextlib.nullcontext()
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """What a backend carries from step to step, by layer, the tensors in use: TE's delayed scaling alone has any."""
+        engines = {name: linear.engine for name, linear in self.linears.items()}
+        return {name: engine.state() for name, engine in engines.items() if self.te and engine.state()}
 
     def begin_step(self, step: int) -> None:
         """Counters of step `step`, micro-batch 0."""
@@ -109,15 +126,40 @@ class PrecisionRuntime:
         quantized = sum(bool(m.plan.quantized) for m in self.linears.values())
         if not quantized:
             return f"bf16: {len(self.linears)} linear layers"
-        report = backend_report(self.counters.device)
+        text = BACKENDS[self.backend].text
+        if self.backend == "te":
+            kernels = f"recipe {type(self.te.recipe).__name__}, Transformer Engine {self.te.version}"
+        elif self.backend in NATIVE:
+            kernels = "quantize kernels native; self-test passed"
+        else:
+            kernels = f"quantize kernels {backend_report(self.counters.device)}"
         return (
-            f"nvfp4: {quantized} of {len(self.linears)} linear layers, phase {self.phase!r}; "
-            f"GEMM emulated (exact bf16 operands, fp32 sums); quantize kernels {report}"
+            f"{self.cfg.name}: {quantized} of {len(self.linears)} linear layers, phase {self.phase!r}; "
+            f"GEMM {self.backend} ({text}; {self.why}); {kernels}"
         )
 
-    def _plan(self, name: str) -> LinearPlan:
+    def _engage(self) -> tuple[str, str]:
+        """Choose the backend and give every layer its engine. Raises ConfigError when it cannot run here."""
+        device = self.counters.device
+        plans = [self._plan(name, phase.name) for phase in phases_of(self.cfg) for name in self.linears]
+        backend, why = choose(self.cfg, this_machine(device.type), plans)
+        if backend in NATIVE:
+            if problem := self_test.problem(backend, device):
+                raise ConfigError(
+                    f"precision.backend={backend} fails its self-test on this GPU ({problem}): use "
+                    "precision.backend=emulated, and report it."
+                )
+            for linear in self.linears.values():
+                linear.engine = NativeLinear(backend)
+        elif backend == "te":
+            self.te = TransformerEngine(self.cfg)
+            for linear in self.linears.values():
+                linear.engine = self.te.linear(linear.in_features, linear.out_features)
+        return backend, why
+
+    def _plan(self, name: str, phase: str | None = None) -> LinearPlan:
         block = int(re.search(r"\d+", name)[0])
-        return plan_for(self.cfg, name, block, self.n_blocks, self.phase)
+        return plan_for(self.cfg, name, block, self.n_blocks, phase or self.phase)
 
     def _adopt(self, plans: dict[str, LinearPlan]) -> None:
         for row, (name, linear) in enumerate(self.linears.items()):

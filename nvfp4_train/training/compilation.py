@@ -14,8 +14,10 @@ from nvfp4_train.model.hybrid import HybridModel
 VERSIONS = 64
 
 
-def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
+def compile_blocks(model: HybridModel, mode: str, device: torch.device, whole: bool = True) -> str:
     """Compile every block's forward as `training.compile` says, and return a line for the log.
+
+    `whole`: each block is one graph, and it is an error when it cannot be.
 
     Blocks of one kind share their compiled code, so the time this takes (at the first step) doesn't grow with depth.
     "auto" compiles where a compiler for the device's code is found. Raises ConfigError for "on" where there is none.
@@ -28,7 +30,7 @@ def compile_blocks(model: HybridModel, mode: str, device: torch.device) -> str:
     torch._dynamo.config.recompile_limit = VERSIONS
     for layer in model.layers:
         # The forward itself, not the call: hooks around it gather a sharded block's weights, and stay outside.
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+        layer.forward = torch.compile(layer.forward, fullgraph=whole, dynamic=False)
     return "torch.compile, block by block (the first step takes longer)"
 
 

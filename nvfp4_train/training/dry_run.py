@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from nvfp4_kernels import backend_report
 
 from nvfp4_train import units
+from nvfp4_train.config.blocking import plans
 from nvfp4_train.config.checks import BLOCKS
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.mixture import describe as mixed
 from nvfp4_train.data.mixture import planned
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import flops_per_token, linear_layers, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
-from nvfp4_train.precision.recipe import OPERANDS, LinearPlan, phases_of, plan_for
+from nvfp4_train.precision.backends import BACKENDS, choose
+from nvfp4_train.precision.gpu import this_machine
+from nvfp4_train.precision.recipe import OPERANDS, QUANTIZED_FORMATS, LinearPlan, phases_of, plan_for
 from nvfp4_train.training import machine
 from nvfp4_train.training.memory import COMPILED_SHARE, estimate
 from nvfp4_train.training.requirements import checkpoint_bytes, find_problems, rows_of
@@ -164,12 +168,18 @@ def _schedule(cfg: Config) -> Rows:
 def _machine(cfg: Config) -> Rows:
     device = machine.resolve_device(cfg.device)
     rows = [("device", f"{machine.describe(device)}, {units.size(machine.memory_bytes(device))}")]
-    if cfg.precision.name == "nvfp4":
-        rows += [
-            ("GEMM", "emulated NVFP4: exact bf16 operands, fp32 sums"),
-            ("quantize kernels", backend_report(device)),
-        ]
+    if cfg.precision.name in QUANTIZED_FORMATS:
+        rows += [("GEMM", _gemm(cfg, device.type)), ("quantize kernels", backend_report(device))]
     return rows
+
+
+def _gemm(cfg: Config, device: str) -> str:
+    """The backend that this machine would take, or why it can't."""
+    try:
+        backend, why = choose(cfg.precision, this_machine(device), [plan for _, plan in plans(cfg)])
+    except ConfigError as error:
+        return str(error)
+    return f"{backend} ({BACKENDS[backend].text}; {why})"
 
 
 def _other_blocks(cfg: Config, phase: str) -> list[tuple[str, list[int]]]:

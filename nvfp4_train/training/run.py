@@ -140,10 +140,12 @@ def _launch(
         cfg.training.seed,
         sharded.prepare_weights if sharded else None,
     )
+    state.take_precision(precision.state(), start.checkpoint)
     precision.set_phase(state.tokens / cfg.training.max_tokens)
     kernels = choose_kernels(model, cfg.training.kernels, device)
     recomputed = apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget)
-    compiled = compile_blocks(model, cfg.training.compile, device)
+    # Transformer Engine's layers stand between the compiled parts.
+    compiled = compile_blocks(model, cfg.training.compile, device, whole=precision.backend != "te")
     if cfg.training.recompute == "budget" and compiled.startswith("off"):
         raise ConfigError(
             f"training.recompute=budget needs the compiler ({compiled}): use training.recompute=block."

@@ -38,10 +38,13 @@ class TrainState:
         self.seed, self.data = seed, data
         self.step = 0  # optimizer steps done
         self.tokens = 0  # tokens consumed by them
+        self.precision: dict[
+            str, dict[str, Tensor]
+        ] = {}  # of the backend, by layer (`PrecisionRuntime.state`)
         self.unfinished: dict[str, Any] | None = None  # metrics of this step, whose validation was broken off
 
     def tensors(self) -> dict[str, Any]:
-        """Everything that is a tensor; the model's and optimizer's are the tensors in use."""
+        """Everything that is a tensor; the model's, optimizer's and precision's are the tensors in use."""
         return {
             "model": dict(self.model.named_parameters()),
             "optimizer": self._moments(),
@@ -49,6 +52,7 @@ class TrainState:
             "detection": self.detector.state_dict(),
             "skips": self.skips.state_dict(),
             "random": {"cpu": torch.get_rng_state()},
+            **({"precision": self.precision} if self.precision else {}),
         }
 
     def values(self) -> dict[str, Any]:
@@ -75,6 +79,13 @@ class TrainState:
         torch.set_rng_state(tensors["random"]["cpu"])
         self.step, self.tokens = found.step, found.tokens
         self.unfinished = found.values.get("unfinished")
+
+    def take_precision(self, tensors: dict[str, dict[str, Tensor]], found: Checkpoint | None) -> None:
+        """Save what the GEMM backend carries from step to step, too; going on from `found`, fill it. Raises CheckpointError
+        when `found` has none of it."""
+        self.precision = tensors
+        if found is not None and tensors:
+            checkpoint.load(found, {"precision": tensors})
 
     def _moments(self) -> dict[str, dict[str, Tensor]]:
         """AdamW's state by parameter name, made (zero) where no step has been taken yet."""

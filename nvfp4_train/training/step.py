@@ -42,7 +42,8 @@ def train_step(
     for i in range(micro_batches):
         precision.begin_microbatch(processes.rank * micro_batches + i)
         part = batch.rows(i * micro_batch_size, (i + 1) * micro_batch_size)
-        nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
+        with precision.forward_pass():
+            nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
         mean = nll / targets
         (mean if gradient_scale == 1.0 else mean * gradient_scale).backward()
         losses.append(nll.detach())

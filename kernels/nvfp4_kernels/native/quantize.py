@@ -1,14 +1,32 @@
-"""PyTorch tensors in and out of the native quantize kernels."""
+"""Quantizing into the native GEMM's layout: kernels for Blackwell and, under the same signature, their reference."""
 
 from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.native.tensor import NativeTensor
+from nvfp4_kernels.native.gemm import CHIPS
+from nvfp4_kernels.native.tensor import NativeTensor, transposed_square
+from nvfp4_kernels.quantize import SQUARE_BLOCK
+from nvfp4_kernels.quantize import quantize as portable_quantize
+from nvfp4_kernels.quantize import quantize_rows_and_columns as portable_rows_and_columns
 from nvfp4_kernels.random_bits import CounterKey
 from nvfp4_kernels.triton.ops import OPTIONS, _key, _sign_bits, _words
 
+BACKENDS = ("auto", "portable", "triton")
 Request = tuple[torch.Tensor, CounterKey | None]  # amax, key or None for nearest
+
+
+def _kernels(x: torch.Tensor, backend: str):
+    """The kernels, or None where the portable quantizer is to be laid out anew."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown native quantize backend {backend!r}; there are {', '.join(BACKENDS)}")
+    if backend == "portable":
+        return None
+    if backend == "auto" and not (x.is_cuda and torch.cuda.get_device_capability(x.device) in CHIPS):
+        return None
+    from nvfp4_kernels.native import quantize_kernels
+
+    return quantize_kernels
 
 
 def quantize_rows_and_columns(
@@ -17,56 +35,53 @@ def quantize_rows_and_columns(
     columns: Request | None,
     hadamard: tuple[int, ...] | None = None,
     hardware_rounding: bool = False,
+    backend: str = "auto",
 ) -> tuple[NativeTensor | None, NativeTensor | None]:
     """Row-wise and column-wise 1x16 results from one read of x [rows, cols] (multiples of 16; bf16 or fp32).
 
-    The same codes and scales as `nvfp4_kernels.quantize_rows_and_columns`, laid out for the native GEMM: the column
-    result is [cols, rows]. `hardware_rounding`: stochastic rounding by `cvt.rs` (sm_100 and sm_103 only), whose equality
-    with the software rule only hardware can show.
+    The codes and scales of `nvfp4_kernels.quantize_rows_and_columns`, laid out for the native GEMM: the column result is
+    [cols, rows]. `hardware_rounding`: stochastic rounding by `cvt.rs` (sm_100 and sm_103 only), whose equality with the
+    software rule only hardware can show. `backend`: auto takes the kernels on FP4 chips, the portable quantizer elsewhere.
     """
-    from nvfp4_kernels.native import quantize_kernels
-
+    kernels = _kernels(x, backend)
+    if kernels is None:
+        wanted = [None if request is None else (*request, "codes") for request in (rows, columns)]
+        results = portable_rows_and_columns(x, *wanted, hadamard)
+        return tuple(None if q is None else NativeTensor.of(q) for q in results)
     m, n = x.shape
-    halves, results = [], []
+    arguments, results = [], []
     for request, shape in ((rows, (m, n)), (columns, (n, m))):
         out = None if request is None else NativeTensor.empty(*shape, request[0])
         results.append(out)
-        if out is None:
-            halves += [None, None, None, None, None]
-            continue
-        halves += [out.amax, _key(request[1], x.device), *_arguments(out)]
-    quantize_kernels.quantize_kernel[(_tiles(m, n),)](
-        _words(x), m, n, *halves, BF16=x.dtype == torch.bfloat16,
+        arguments += [None] * 5 if out is None else [out.amax, _key(request[1], x.device), *_arguments(out)]
+    kernels.quantize_kernel[(_tiles(m, n),)](
+        _words(x), m, n, *arguments, BF16=x.dtype == torch.bfloat16,
         ROW=_rounding(rows, hardware_rounding), COLUMN=_rounding(columns, hardware_rounding),
         SIGNS=_sign_bits(hadamard), num_warps=2, **OPTIONS,
     )  # fmt: skip
     return tuple(results)
 
 
+def quantize_square(
+    x: torch.Tensor, amax: torch.Tensor, backend: str = "auto"
+) -> tuple[NativeTensor, NativeTensor]:
+    """16x16 blocks of x [rows, cols], nearest: the matrix and its transpose [cols, rows], the same numbers."""
+    kernels = _kernels(x, backend)
+    if kernels is None:
+        q = portable_quantize(x, SQUARE_BLOCK, amax=amax)
+        return NativeTensor.of(q), NativeTensor.of(transposed_square(q))
+    (m, n), bf16 = x.shape, x.dtype == torch.bfloat16
+    rows, columns = NativeTensor.empty(m, n, amax), NativeTensor.empty(n, m, amax)
+    kernels.quantize_square_kernel[(_tiles(m, n),)](
+        _words(x), m, n, amax, *_arguments(rows, torch.int16), *_arguments(columns), bf16, num_warps=2, **OPTIONS
+    )  # fmt: skip
+    return rows, columns
+
+
 def _rounding(request: Request | None, hardware: bool) -> str | None:
     if request is None:
         return None
     return "nearest" if request[1] is None else "hardware" if hardware else "stochastic"
-
-
-def quantize_square(x: torch.Tensor, amax: torch.Tensor) -> tuple[NativeTensor, NativeTensor]:
-    """16x16 blocks of x [rows, cols], nearest: the matrix and its transpose [cols, rows], the same numbers."""
-    from nvfp4_kernels.native import quantize_kernels
-
-    (m, n), bf16 = x.shape, x.dtype == torch.bfloat16
-    rows, columns = NativeTensor.empty(m, n, amax), NativeTensor.empty(n, m, amax)
-    quantize_kernels.quantize_square_kernel[(_tiles(m, n),)](
-        _words(x),
-        m,
-        n,
-        amax,
-        *_arguments(rows, torch.int16),
-        *_arguments(columns),
-        bf16,
-        num_warps=2,
-        **OPTIONS,
-    )
-    return rows, columns
 
 
 def _tiles(rows: int, cols: int) -> int:

@@ -1,13 +1,16 @@
-"""The swizzled scale layout against two definitions of others: torch's own and Transformer Engine's."""
+"""The native GEMM's layout: its scales against two definitions of others, torch's own and Transformer Engine's."""
 
 import ast
 import importlib.util
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from nvfp4_kernels import quantize
+from nvfp4_kernels import SIGNS, CounterKey, amax, quantize, quantize_rows_and_columns
+from nvfp4_kernels.native import quantize as native
+from nvfp4_kernels.native import self_test
 from nvfp4_kernels.native.tensor import NativeTensor, transposed_square
 from nvfp4_kernels.swizzle import swizzle, swizzled_bytes, unswizzle
 
@@ -65,3 +68,32 @@ def test_a_native_tensor_is_the_same_numbers_with_aligned_rows():
     assert native.shape == q.shape == (40, 48)
     assert native.codes.stride(0) % 16 == 0
     assert torch.equal(native.plain().operand(), q.operand())
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_native_quantizers_reference_is_the_portable_one(stochastic):
+    x = torch.randn(48, 80).bfloat16()
+    values = amax(x, SIGNS)
+    keys = (CounterKey(1, 2, 3, 4), CounterKey(1, 2, 3, 4, role=1)) if stochastic else (None, None)
+    got = native.quantize_rows_and_columns(x, (values[0], keys[0]), (values[1], keys[1]), SIGNS)
+    expected = quantize_rows_and_columns(
+        x, (values[0], keys[0], "codes"), (values[1], keys[1], "codes"), SIGNS
+    )
+    for g, e in zip(got, expected, strict=True):
+        assert torch.equal(g.codes, e.codes)
+        assert torch.equal(g.scales.view(torch.uint8), swizzle(e.scales).view(torch.uint8))
+    rows, columns = native.quantize_square(x, values[0])
+    assert torch.equal(columns.plain().operand(), rows.plain().operand().t())
+
+
+def test_the_self_test_passes_what_is_right_and_tells_what_is_wrong(monkeypatch):
+    cpu = torch.device("cpu")
+    assert self_test.problem("emulated", cpu) is None
+
+    right = native.quantize_square
+
+    def swapped(x, amax):
+        return right(x.flip(0), amax)
+
+    monkeypatch.setattr(self_test.native, "quantize_square", swapped)
+    assert "16x16" in self_test.problem("emulated", cpu)

@@ -1,0 +1,169 @@
+"""`precision.backend`: the implementations of the linear layers' GEMMs, and whether this machine can run them.
+
+One that is asked for by name and cannot run is refused, with the reason and what can; none is ever replaced by another.
+Torch is not imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.precision.gpu import Machine, this_machine
+from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+
+CHIPS = ((10, 0), (10, 3), (12, 0))  # with FP4 tensor cores: nvfp4_kernels.native.gemm.CHIPS
+NATIVE = ("triton", "cublas")
+FORWARD_OPERANDS = frozenset(o for o in OPERANDS if o.startswith("fprop"))
+_INSTALL = 'docs/operations.md, "Transformer Engine", says how'
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One way of multiplying. `problem(precision, machine)`: why it cannot run there, None when it can."""
+
+    name: str
+    formats: tuple[str, ...]  # values of precision.name
+    text: str  # for the log
+    problem: Callable[[PrecisionConfig, Machine], str | None]
+
+
+def _none(cfg: PrecisionConfig, machine: Machine) -> str | None:
+    return None
+
+
+def _triton(cfg: PrecisionConfig, machine: Machine) -> str | None:
+    missing = None if machine.triton else "Triton is not installed (pip install triton)"
+    return _fp4_chip(machine) or missing or _sharded(machine)
+
+
+def _cublas(cfg: PrecisionConfig, machine: Machine) -> str | None:
+    if reason := _fp4_chip(machine):
+        return reason
+    if machine.cuda is None or machine.cuda < (12, 8):
+        there = "no CUDA" if machine.cuda is None else f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
+        return f"cuBLAS multiplies FP4 from CUDA 12.8 on, and this torch has {there}"
+    return _sharded(machine)
+
+
+def _sharded(machine: Machine) -> str | None:
+    if machine.processes == 1:
+        return None
+    return f"it computes in one process so far, without sharded weights, and {machine.processes} were started"
+
+
+def _fp4_chip(machine: Machine) -> str | None:
+    if machine.capability in CHIPS:
+        return None
+    chips = " or ".join(f"{major}.{minor}" for major, minor in CHIPS)
+    return f"it needs FP4 tensor cores (compute capability {chips}), and {machine.describe()}"
+
+
+def _te(cfg: PrecisionConfig, machine: Machine) -> str | None:
+    if machine.te is None:
+        return f"Transformer Engine is not installed ({_INSTALL})"
+    if machine.te_core is None:
+        return f"of Transformer Engine only the Python part is there, not its library transformer_engine_cu13 ({_INSTALL})"
+    if machine.te_torch is None:
+        return f"Transformer Engine's torch part, transformer_engine_torch, is missing: it is built from source ({_INSTALL})"
+    if len(found := {machine.te, machine.te_core, machine.te_torch}) > 1:
+        return f"Transformer Engine's parts have different versions, {', '.join(sorted(found))} ({_INSTALL})"
+    if machine.capability is None:
+        return f"Transformer Engine needs CUDA, and {machine.describe()}"
+    # The sentences of Transformer Engine's own checks (2.20, pytorch/quantization.py).
+    if cfg.name == "nvfp4" and machine.capability < (10, 0):
+        reason = "Device compute capability 10.0 or higher required for NVFP4 execution."
+        return f'{machine.describe()}, and Transformer Engine says: "{reason}"'
+    if cfg.name == "fp8" and cfg.te_recipe == "block" and machine.capability < (9, 0):
+        reason = "FP8 block scaled GEMM requires compute capability 9.0 or higher and CUDA >= 12.9."
+        return f'{machine.describe()}, and Transformer Engine says: "{reason}"'
+    if cfg.name == "fp8" and machine.capability < (8, 9):
+        reason = "Device compute capability 8.9 or higher required for FP8 execution."
+        return f'{machine.describe()}, and Transformer Engine says: "{reason}"'
+    return _sharded(machine)
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("emulated", ("nvfp4",), "exact bf16 operands, fp32 sums", _none),
+        Backend("triton", ("nvfp4",), "FP4 tensor cores, Triton's kernel", _triton),
+        Backend("cublas", ("nvfp4",), "FP4 tensor cores, cuBLAS", _cublas),
+        Backend("te", ("nvfp4", "fp8"), "Transformer Engine's linear layers", _te),
+    )
+}
+NAMES = ("auto", *BACKENDS)
+
+
+def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] = ()) -> tuple[str, str]:
+    """(the backend that runs, why) for layers with `plans` on `machine`; for bf16 and fp32 it is "torch".
+
+    auto takes `triton` where FP4 tensor cores are and the plans allow it, else `emulated`. Raises ConfigError for one that
+    cannot run there.
+    """
+    if cfg.backend not in NAMES:
+        raise ConfigError(f"precision.backend={cfg.backend} must be one of {', '.join(NAMES)}.")
+    able = [b.name for b in BACKENDS.values() if cfg.name in b.formats]
+    if not able:
+        if cfg.backend not in ("auto", "emulated"):
+            raise ConfigError(
+                f"precision.backend={cfg.backend}: precision={cfg.name} quantizes nothing; leave it at auto."
+            )
+        return "torch", "nothing is quantized"
+    if cfg.backend == "auto" and "triton" in able:
+        if machine.capability not in CHIPS:
+            return "emulated", "auto: no FP4 tensor cores here"
+        reason = _triton(cfg, machine) or next(
+            filter(None, (plan_problem("triton", cfg, p) for p in plans)), None
+        )
+        return ("triton", f"auto: {machine.gpu}") if reason is None else ("emulated", f"auto: {reason}")
+    if cfg.backend == "auto" and "emulated" in able:
+        return "emulated", "auto"
+    if cfg.backend not in able:
+        raise ConfigError(
+            f"precision.backend={cfg.backend} does not do precision={cfg.name}: set it to {' or '.join(able)}."
+        )
+    if reason := BACKENDS[cfg.backend].problem(cfg, machine):
+        raise ConfigError(
+            f"precision.backend={cfg.backend} can't run here: {reason}; {_alternative(cfg, machine)}."
+        )
+    return cfg.backend, "as configured"
+
+
+def plan_problem(backend: str, cfg: PrecisionConfig, plan: LinearPlan) -> str | None:
+    """Why `backend` cannot compute a layer with this plan; None when it can."""
+    quantized = plan.quantized
+    if backend in NATIVE:
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            if len([o for o in quantized if o.startswith(gemm)]) == 1:
+                return f"FP4 tensor cores multiply two NVFP4 operands, and the rules leave one of {gemm}'s in bf16"
+    if backend == "te" and quantized not in (frozenset(), frozenset(OPERANDS)):
+        if quantized != FORWARD_OPERANDS:
+            return "Transformer Engine quantizes all six operands of a layer, or the two of fprop, or none"
+        if cfg.name == "fp8" and cfg.te_recipe == "delayed":
+            return "Transformer Engine's delayed scaling quantizes all six operands of a layer, or none"
+    return None
+
+
+def check_plan(cfg: PrecisionConfig, layer: str, plan: LinearPlan) -> None:
+    """Raise ConfigError when the backend asked for cannot compute `layer` with its plan."""
+    if reason := plan_problem(cfg.backend, cfg, plan):
+        raise ConfigError(
+            f"precision.backend={cfg.backend} can't compute {layer} by precision.rules: {reason}; change the rules, or use "
+            "precision.backend=emulated."
+        )
+
+
+def check(cfg: PrecisionConfig, device: str) -> None:
+    """Raise ConfigError when `precision.backend` cannot run on this machine."""
+    if cfg.backend not in ("auto", "emulated"):
+        choose(cfg, this_machine(device))
+
+
+def _alternative(cfg: PrecisionConfig, machine: Machine) -> str:
+    others = [b for b in BACKENDS.values() if cfg.name in b.formats and b.name != cfg.backend]
+    if able := [b.name for b in others if b.problem(cfg, machine) is None]:
+        return f"use precision.backend={' or '.join(able)}"
+    return "use precision=nvfp4 or precision=bf16"

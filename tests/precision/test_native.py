@@ -1,0 +1,79 @@
+"""The native layer with the emulated product in the tensor core's place: all else is what Blackwell runs."""
+
+import pytest
+import torch
+
+from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.native import NativeLinear
+from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+
+N_IN, N_OUT, TOKENS = 80, 48, 32
+FULL = frozenset(OPERANDS)
+PLANS = {
+    "all": LinearPlan(FULL),
+    "nearest, plain": LinearPlan(FULL, stochastic_gradients=False, hadamard=False, square_weights=False),
+    "forward": LinearPlan(frozenset(o for o in OPERANDS if o.startswith("fprop"))),
+    "backward": LinearPlan(frozenset(o for o in OPERANDS if not o.startswith("fprop"))),
+    "without wgrad": LinearPlan(frozenset(o for o in OPERANDS if not o.startswith("wgrad"))),
+}
+
+
+def build(plan, native):
+    linear = Linear(N_IN, N_OUT)
+    torch.nn.init.normal_(linear.weight, std=0.1, generator=torch.Generator().manual_seed(0))
+    if native:
+        linear.engine = NativeLinear("emulated")
+    linear.set_plan(plan, torch.tensor([77, 5, 0, 3]))
+    linear.prepare_weight()
+    return linear
+
+
+def run(linear, call=None):
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(2, TOKENS // 2, N_IN, generator=draw).bfloat16().requires_grad_()
+    dy = torch.randn(2, TOKENS // 2, N_OUT, generator=draw).bfloat16()
+    linear.weight.grad = None
+    y = (linear if call is None else call)(x)
+    y.backward(dy)
+    return y.detach(), x.grad, linear.weight.grad
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_it_computes_what_the_emulated_layer_computes(plan):
+    for got, expected in zip(run(build(plan, True)), run(build(plan, False)), strict=True):
+        assert torch.allclose(
+            got.float(), expected.float(), rtol=2**-7, atol=1e-5
+        )  # products of other layouts
+
+
+def test_weights_are_quantized_anew_in_place_and_released():
+    linear = build(PLANS["all"], True)
+    before, codes = run(linear)[0], linear.engine.codes
+    linear.weight.data.mul_(-1)
+    linear.prepare_weight()
+    assert linear.engine.codes is codes
+    assert torch.equal(run(linear)[0], -before)
+    linear.set_plan(LinearPlan(), linear.rng)
+    assert linear.engine.codes is None
+    assert torch.equal(run(linear)[1], run(build(LinearPlan(), False))[1] * -1)
+
+
+def test_it_compiles_whole_and_adds_no_parameters():
+    linear = build(PLANS["all"], True)
+    assert [name for name, _ in linear.named_parameters()] == ["weight"]
+    assert list(linear.state_dict()) == ["weight"]
+    compiled = torch.compile(linear, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(run(linear, compiled), run(linear), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_operators_are_registered_right():
+    linear = build(PLANS["all"], True)
+    engine = linear.engine
+    operands = engine.codes, engine.scales, engine.turned_codes, engine.turned_scales, engine.amax
+    x = torch.randn(TOKENS, N_IN).bfloat16()
+    spec = PLANS["all"].spec
+    arguments = (x, None, linear.weight.detach(), *operands, linear.rng, spec, "emulated", True)
+    torch.library.opcheck(
+        torch.ops.nvfp4_train.native_linear, arguments, test_utils=("test_schema", "test_faketensor")
+    )

@@ -1,0 +1,81 @@
+"""Transformer Engine for real: its FP8 recipes on a Hopper or newer GPU, its NVFP4 recipe on Blackwell."""
+
+import pytest
+import torch
+
+from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.precision.gpu import this_machine
+from nvfp4_train.precision.linear import Linear
+from nvfp4_train.precision.runtime import PrecisionRuntime
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.skipif(this_machine().te_torch is None, reason="Transformer Engine is not installed"),
+]
+N = 256
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Linear(N, N, device="cuda") for _ in range(3))
+        for layer in self.layers:
+            torch.nn.init.normal_(layer.weight, std=N**-0.5)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def build(recipe):
+    cfg = PrecisionConfig(name="fp8", backend="te", te_recipe=recipe, first_blocks_bf16=0, last_blocks_bf16=1)
+    model = Model()
+    return model, PrecisionRuntime(model, cfg, 3, 0)
+
+
+def step(model, runtime, seed):
+    x = torch.randn(128, N, generator=torch.Generator().manual_seed(seed)).bfloat16().cuda()
+    model.zero_grad()
+    with runtime.forward_pass():
+        y = model(x)
+    y.float().square().mean().backward()
+    return y.detach(), [layer.weight.grad.clone() for layer in model.layers]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_an_fp8_step_is_near_a_bf16_step(recipe):
+    model, runtime = build(recipe)
+    for seed in range(3):  # delayed scaling learns its scales
+        y, gradients = step(model, runtime, seed)
+    assert gradients[0].dtype == torch.float32
+    with runtime.all_bf16():
+        expected, wanted = step(model, runtime, 2)
+    for got, exact in zip([y, *gradients], [expected, *wanted], strict=True):
+        assert (got.float() - exact.float()).norm() < 0.15 * exact.float().norm()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_a_resumed_run_goes_on_with_the_same_bits(recipe):
+    model, runtime = build(recipe)
+    for seed in range(3):
+        step(model, runtime, seed)
+    saved = {name: {k: v.clone() for k, v in state.items()} for name, state in runtime.state().items()}
+    assert bool(saved) == (recipe == "delayed")
+    expected = step(model, runtime, 3)[0]
+    other, resumed = build(recipe)
+    for name, state in resumed.state().items():
+        for key, value in state.items():
+            value.copy_(saved[name][key])
+    assert torch.equal(step(other, resumed, 3)[0], expected)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0), reason="this GPU has NVFP4"
+)
+def test_nvfp4_is_refused_with_the_librarys_reason():
+    with pytest.raises(ConfigError, match=r"Device compute capability 10.0 or higher required for NVFP4"):
+        PrecisionRuntime(Model(), PrecisionConfig(name="nvfp4", backend="te"), 3, 0)
