@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nvfp4_train.config.schema import ClippingConfig, DataConfig, OptimizerConfig
+from nvfp4_train.config.schema import ClippingConfig, DataConfig, FaultConfig, OptimizerConfig, RecoveryConfig
 from nvfp4_train.errors import ConfigError
 
+FAULTS = ("repeated_tokens", "random_tokens", "gradient", "nan", "bit_flip", "lr", "read_error", "stuck")
 BLOCKS = {"M": "Mamba-2", "*": "attention", "-": "MLP"}  # what a letter of model.pattern stands for
 
 
@@ -118,3 +119,60 @@ def check_clipping(cfg: ClippingConfig) -> None:
             raise ConfigError(f"clipping.{name}={getattr(cfg, name):g} must lie between 0 and 1.")
     if not cfg.tolerance >= 0.0:
         raise ConfigError(f"clipping.tolerance={cfg.tolerance:g} must be at least 0.")
+
+
+def check_recovery(cfg: RecoveryConfig, log_every: int) -> None:
+    """Raise ConfigError for a value that spike detection or recovery cannot work with."""
+    one_of("recovery.name", cfg.name, ["auto", "skip_nonfinite", "off"])
+    at_least(cfg, "recovery", 2, "window", unit="steps")
+    names = (
+        "confirm",
+        "confirm_within",
+        "slow_window",
+        "snapshot_every",
+        "snapshots",
+        "max_consecutive_skips",
+    )
+    at_least(cfg, "recovery", 1, *names)
+    at_least(
+        cfg, "recovery", 0, "skip_margin", "max_rollbacks", "forget_after", "careful_steps", "read_retries"
+    )
+    floats = ("sigmas", "loss_floor", "norm_floor", "slow_rise", "health_jump", "careful_lr", "hang_seconds")
+    positive(cfg, "recovery", *floats)
+    if not 1.0 < cfg.skip_norm < math.inf:
+        raise ConfigError(
+            f"recovery.skip_norm={cfg.skip_norm:g} must be above 1: it multiplies the average norm."
+        )
+    if not cfg.sigmas <= cfg.skip_sigmas < math.inf:
+        raise ConfigError(
+            f"recovery.skip_sigmas={cfg.skip_sigmas:g} must be at least recovery.sigmas={cfg.sigmas:g}: a step stands out "
+            "before its update is skipped."
+        )
+    if cfg.confirm > cfg.confirm_within:
+        raise ConfigError(
+            f"recovery.confirm={cfg.confirm} of recovery.confirm_within={cfg.confirm_within} steps can't be: lower confirm."
+        )
+    kind, colon, count = cfg.careful_bf16.partition(":")
+    if cfg.careful_bf16 not in ("all", "none") and not (kind == "worst" and colon and count.isdecimal()):
+        raise ConfigError(
+            f"recovery.careful_bf16={cfg.careful_bf16!r} is unknown: choose all, none, or worst:N."
+        )
+    reach = cfg.confirm_within + log_every + cfg.skip_margin
+    if cfg.name == "auto" and (cfg.snapshots - 1) * cfg.snapshot_every < reach:
+        raise ConfigError(
+            f"recovery.snapshots={cfg.snapshots}, {cfg.snapshot_every} steps apart (recovery.snapshot_every), reach back "
+            f"less than the {reach} steps of confirm_within + training.log_every + skip_margin: raise one of the two."
+        )
+
+
+def check_faults(faults: Sequence[FaultConfig]) -> None:
+    """Raise ConfigError for a fault that cannot be."""
+    for i, fault in enumerate(faults):
+        key = f"faults[{i}]"
+        one_of(f"{key}.kind", fault.kind, FAULTS)
+        at_least(fault, key, 1, "step", "steps")
+        at_least(fault, key, 0, "rank", "bit")
+        if fault.bit > 31:
+            raise ConfigError(f"{key}.bit={fault.bit} must be at most 31: the weights are fp32.")
+        if not math.isfinite(fault.factor):
+            raise ConfigError(f"{key}.factor={fault.factor:g} must be a finite number (kind=nan makes NaN).")

@@ -68,6 +68,7 @@ class PrecisionConfig:
     weight_blocks_2d: bool = True  # 16x16 weight blocks (else 1x16 along each GEMM's inner dimension)
     rules: list[RuleConfig] = field(default_factory=list)  # after the defaults, so they win
     phases: list[PhaseConfig] = field(default_factory=list)  # empty: one phase named "main"
+    health_every: int = 200  # steps between measurements of what quantization loses, layer by layer; 0: never
 
 
 @dataclass
@@ -175,9 +176,10 @@ class RecoveryConfig:
         100  # accepted steps that a step is compared with; nothing stands out until there are so many
     )
     sigmas: float = 3.0  # standard deviations above their average that make an exceedance ...
-    skip_sigmas: float = 6.0  # ... and those from which the step's update is skipped (auto)
+    skip_sigmas: float = 20.0  # ... and those of the loss from which the step's update is skipped (auto)
+    skip_norm: float = 20.0  # a gradient norm so many times its (geometric) average is skipped too
     loss_floor: float = 0.005  # least standard deviation of the loss, as share of its average
-    norm_floor: float = 0.1  # least standard deviation of the gradient norm's logarithm
+    norm_floor: float = 0.2  # least standard deviation of the gradient norm's logarithm
     confirm: int = 5  # exceedances ...
     confirm_within: int = 10  # ... among so many steps that are a spike
     slow_window: int = 500  # steps of the long average of the loss ...

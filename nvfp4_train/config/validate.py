@@ -8,7 +8,9 @@ from nvfp4_train.config.checks import (
     at_least,
     check_clipping,
     check_data,
+    check_faults,
     check_optimizer,
+    check_recovery,
     divides,
     one_of,
     positive,
@@ -29,13 +31,14 @@ def validate(cfg: Config) -> None:
     What depends on the machine (memory, devices, data) is `training/requirements.py`'s.
     """
     _check_choices(cfg)
-    _check_not_there_yet(cfg)
     _check_model(cfg.model)
     _check_training(cfg.training)
     _check_numbers(cfg)
     check_data(cfg.data)
     check_optimizer(cfg.optimizer)
     check_clipping(cfg.clipping)
+    check_recovery(cfg.recovery, cfg.training.log_every)
+    check_faults(cfg.faults)
     build_schedule(cfg.schedule, cfg.optimizer.lr, cfg.training.max_tokens)
     names = [layer.name for layer in linear_layers(cfg.model)]
     check_rules(cfg.precision, len(cfg.model.pattern), names)
@@ -62,7 +65,6 @@ def _check_choices(cfg: Config) -> None:
     one_of("precision.name", cfg.precision.name, ["nvfp4", "fp8", "bf16", "fp32"])
     one_of("precision.backend", cfg.precision.backend, list(backends.NAMES))
     one_of("precision.te_recipe", cfg.precision.te_recipe, ["block", "current", "delayed"])
-    one_of("recovery.name", cfg.recovery.name, ["auto", "skip_nonfinite", "off"])
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])
@@ -71,11 +73,6 @@ def _check_choices(cfg: Config) -> None:
     for key, value in {"run_dir": cfg.run_dir, "data.source": cfg.data.source}.items():
         if not value.strip():
             raise ConfigError(f"{key} is empty: give a path.")
-
-
-def _check_not_there_yet(cfg: Config) -> None:
-    if cfg.faults:
-        raise ConfigError(f"faults={cfg.faults} is not supported yet: leave it at [].")
 
 
 def _check_model(cfg: ModelConfig) -> None:
@@ -117,7 +114,7 @@ def _check_training(cfg: TrainingConfig) -> None:
 def _check_numbers(cfg: Config) -> None:
     at_least(cfg.precision, "precision", 0, "first_blocks_bf16", "last_blocks_bf16")
     at_least(cfg.checkpoint, "checkpoint", 1, "every_steps", "keep_last", "keep_every")
-    at_least(cfg.recovery, "recovery", 1, "max_consecutive_skips")
+    at_least(cfg.precision, "precision", 0, "health_every")
     positive(cfg.logging, "logging", "peak_tflops")
     if cfg.checkpoint.keep_every is not None:
         divides(cfg.checkpoint, "checkpoint", "every_steps", "keep_every")

@@ -77,10 +77,12 @@ class Sampler:
         corpora, epochs, numbers = (np.concatenate(parts)[here] for parts in zip(*located, strict=True))
         return corpora, epochs, numbers
 
-    def batch(self, step: int, start: int = 0, count: int | None = None) -> Batch:
-        """Sequences [start, start + count) of the global batch of `step`: tokens and targets int64 [count, seq_len].
+    def spans(
+        self, step: int, start: int = 0, count: int | None = None
+    ) -> list[tuple[Dataset, list[tuple[int, int]]]]:
+        """Where these sequences lie: the data set of each and its spans of that one's stream.
 
-        Raises DataError for damaged files, and for a step that was drawn from a corpus that data.corpora no longer has.
+        Raises DataError for a step that was drawn from a corpus that data.corpora no longer has.
         """
         corpora, _, numbers = self.sequences(step, start, count)
         for corpus in np.unique(corpora).tolist():
@@ -89,10 +91,17 @@ class Sampler:
                 raise DataError(
                     f"step {step} was drawn from {name}: give data.corpora.{name} back to read it again."
                 )
-        rows = [
+        return [
             (self._datasets[corpus], self._sequences[corpus].spans(number))
             for corpus, number in zip(corpora.tolist(), numbers.tolist(), strict=True)
         ]
+
+    def batch(self, step: int, start: int = 0, count: int | None = None) -> Batch:
+        """Sequences [start, start + count) of the global batch of `step`: tokens and targets int64 [count, seq_len].
+
+        Raises DataError for damaged files, and as `spans`.
+        """
+        rows = self.spans(step, start, count)
         return read_batch(rows, SPLIT, self.seq_len, self._eos_id, self.reset_state_at_documents)
 
     def _locate_block(self, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -161,6 +161,18 @@ def sweep(folder: str | Path) -> None:
             )  # on a disk such a folder is a damaged copy, in an object store an unfinished save
 
 
+def discard(folder: str | Path, unwanted: Callable[[int, dict[str, Any]], bool]) -> None:
+    """Remove the checkpoints for whose step and values `unwanted` is true; damaged ones stay, to be passed over."""
+    storage = Storage(folder)
+    for name in published(storage):
+        try:
+            info = _read_info(storage, name)
+        except DamagedError:
+            continue
+        if unwanted(info["step"], info["values"]):
+            storage.remove(name)
+
+
 def describe(step: int, tokens: int, values: dict[str, Any], files: dict[str, dict[str, Any]]) -> str:
     """The text of `checkpoint.json`."""
     info = {

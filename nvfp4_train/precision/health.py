@@ -37,10 +37,11 @@ class HealthRecorder:
 
         names, quantized: of every layer, its name and its quantized operands. sqnr_db: signal to noise of the product's
         operands, whose noise-to-signal ratios add; underflow: share of the non-zero elements that became zero;
-        saturation: share of all elements that were clipped to their block's range (both operands together).
+        saturation: share of all elements that were clipped to their block's range (both operands together). An operand that
+        was not recorded is left out; NaN where none was.
         """
         signal, noise, elements, nonzero, underflow, saturation = self.sums.unbind(-1)
-        ratio = noise / signal  # NaN where nothing was recorded, and where everything is zero
+        ratio = torch.where(elements > 0, noise / signal, 0.0)  # NaN where everything is zero
         result = {}
         for i, name in enumerate(names):
             for gemm, prefix in GEMMS.items():
@@ -48,9 +49,11 @@ class HealthRecorder:
                 if not used:
                     continue
                 stem = f"health/{name}/{gemm}/"
-                result[stem + "sqnr_db"] = -10 * torch.log10(ratio[i, used].sum())
+                recorded = elements[i, used].sum()
+                sqnr = -10 * torch.log10(ratio[i, used].sum())
+                result[stem + "sqnr_db"] = torch.where(recorded > 0, sqnr, torch.nan)
                 result[stem + "underflow"] = underflow[i, used].sum() / nonzero[i, used].sum()
-                result[stem + "saturation"] = saturation[i, used].sum() / elements[i, used].sum()
+                result[stem + "saturation"] = saturation[i, used].sum() / recorded
         return result
 
 

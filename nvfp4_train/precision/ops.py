@@ -36,7 +36,8 @@ def _key(rng: torch.Tensor, role: int) -> CounterKey:
 def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
     """Tell the active health recorder what quantizing loses. operands: {name: x, dy or the master weight}."""
     for operand, x in operands.items():
-        if operand not in plan.quantized:
+        # Where a model is sharded its master weights are not here whole: their operands are what is gathered.
+        if operand not in plan.quantized or not x.untyped_storage().nbytes():
             continue
         x = x.to(torch.bfloat16)
         turned = operand.startswith("wgrad") or operand == "dgrad.weight"

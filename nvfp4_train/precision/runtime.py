@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import torch
 from nvfp4_kernels import backend_report
@@ -49,17 +49,21 @@ class PrecisionRuntime:
         self.counters[:, SEED] = seed & 0xFFFFFFFF
         self.counters[:, TENSOR] = torch.arange(len(self.linears), device=device)
         self.phase: str | None = None
+        self._kept_bf16: frozenset[str] = frozenset()  # names of layers, beyond the recipe's
         self._recorder: health.HealthRecorder | None = None
         self.te: TransformerEngine | None = None
         self.backend, self.why = self._engage()
         self.set_phase(0.0)
 
-    def set_phase(self, progress: float) -> bool:
-        """Adopt the phase at `progress` = tokens / max_tokens; whether it changed (weights are then prepared anew)."""
+    def set_phase(self, progress: float, bf16: Collection[str] = ()) -> bool:
+        """Adopt the phase at `progress` = tokens / max_tokens, but for the layers named in `bf16`, which run in BF16.
+
+        Returns whether anything changed (weights are then prepared anew).
+        """
         phase = phase_at(self.cfg, progress)
-        if phase == self.phase:
+        if (phase, frozenset(bf16)) == (self.phase, self._kept_bf16):
             return False
-        self.phase = phase
+        self.phase, self._kept_bf16 = phase, frozenset(bf16)
         self._adopt({name: self._plan(name) for name in self.linears})
         return True
 
@@ -110,13 +114,17 @@ class PrecisionRuntime:
         finally:
             health.active = None
 
-    def health(self) -> dict[str, torch.Tensor]:
+    def health(
+        self, reduce: Callable[[torch.Tensor], torch.Tensor] = lambda sums: sums
+    ) -> dict[str, torch.Tensor]:
         """`health/LAYER/{forward,dgrad,wgrad}/{sqnr_db,underflow,saturation}` of the last recording, as device scalars.
 
+        `reduce` adds a tensor up over the ranks, in place: then the values are of all ranks' micro-batches, alike on each.
         Empty before the first; NaN for a GEMM that did not run inside (backward ones in a validation).
         """
         if self._recorder is None:
             return {}
+        reduce(self._recorder.sums)
         return self._recorder.metrics(list(self.linears), [m.plan.quantized for m in self.linears.values()])
 
     def summary(self) -> str:
@@ -141,7 +149,9 @@ class PrecisionRuntime:
     def _engage(self) -> tuple[str, str]:
         """Choose the backend and give every layer its engine. Raises ConfigError when it cannot run here."""
         device = self.counters.device
-        plans = [self._plan(name, phase.name) for phase in phases_of(self.cfg) for name in self.linears]
+        plans = [
+            self._recipe_plan(name, phase.name) for phase in phases_of(self.cfg) for name in self.linears
+        ]
         backend, why = choose(self.cfg, this_machine(device.type), plans)
         if backend in NATIVE:
             if problem := self_test.problem(backend, device):
@@ -157,7 +167,14 @@ class PrecisionRuntime:
                 linear.engine = self.te.linear(linear.in_features, linear.out_features)
         return backend, why
 
-    def _plan(self, name: str, phase: str | None = None) -> LinearPlan:
+    def quantized_layers(self) -> list[str]:
+        """Names of the layers that have a quantized operand in the present phase, by the recipe alone."""
+        return [name for name in self.linears if self._recipe_plan(name).quantized]
+
+    def _plan(self, name: str) -> LinearPlan:
+        return BF16_PLAN if name in self._kept_bf16 else self._recipe_plan(name)
+
+    def _recipe_plan(self, name: str, phase: str | None = None) -> LinearPlan:
         block = int(re.search(r"\d+", name)[0])
         return plan_for(self.cfg, name, block, self.n_blocks, phase or self.phase)
 

@@ -4,9 +4,10 @@ A step is compared with the last `window` accepted ones: their average m and sta
 the logarithm of the gradient norm (norms scatter by factors, so their logarithm has the even tails that a count of sigmas
 supposes). With z = (value - m) / max(s, floor):
 
-    z > sigmas          an exceedance: logged; the windows take it in as m + sigmas x s
-    z > skip_sigmas     its update is skipped (where recovery acts), and the windows never see it
-    not finite          likewise
+    z > sigmas                an exceedance: logged; the windows take it in as m + sigmas x s
+    loss: z > skip_sigmas     its update is skipped (where recovery acts), and the windows never see it
+    norm > skip_norm x e^m    likewise
+    not finite                likewise
 
 and `confirm` exceedances of either kind among the last `confirm_within` steps are a spike, upon which the host acts. The
 differences from the plain rule (loss above the average of 100 by three deviations) and their reasons: docs/recipes.md.
@@ -14,6 +15,7 @@ differences from the plain rule (loss above the average of 100 by three deviatio
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -54,7 +56,8 @@ class SpikeDetector:
         norm_z, norm_kept = self._score(log_norm, self.norms, cfg.norm_floor, relative=False)
         highest = torch.maximum(loss_z, norm_z)
         exceeds = ~is_finite | (armed & (highest > cfg.sigmas))
-        sound = is_finite & ~(armed & (highest > cfg.skip_sigmas))
+        extreme = (loss_z > cfg.skip_sigmas) | (log_norm - self.norms.mean() > math.log(cfg.skip_norm))
+        sound = is_finite & ~(armed & extreme)
         accepted = {"auto": sound, "skip_nonfinite": is_finite, "off": torch.ones_like(sound)}[cfg.name]
 
         self.losses = torch.where(sound, _push(self.losses, torch.where(armed, loss_kept, loss)), self.losses)

@@ -78,24 +78,25 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [_decode(record) for _, record in _whole_lines(path)] if path.exists() else []
 
 
-def truncate_after(path: str | Path, step: int) -> int:
+def truncate_after(path: str | Path, step: int, moved_to: Path | None = None) -> int:
     """Drop every record of a step beyond `step`, atomically; returns how many were dropped.
 
-    Called before a writer opens the file (a writer that is open would go on in the replaced file).
+    With `moved_to` they are written to that file first. Called before a writer opens the file (a writer that is open
+    would go on in the replaced file).
     """
     path = Path(path)
     if not path.exists():
         return 0
-    keep, dropped, current = [], 0, 0
+    keep, dropped, current = [], [], 0
     for line, record in _whole_lines(path):
         current = record.get("step", current)
-        if current <= step:
-            keep.append(line)
-        else:
-            dropped += 1
-    with atomic_open(path, "wb") as f:
-        f.writelines(keep)
-    return dropped
+        (keep if current <= step else dropped).append(line)
+    for lines, target in ((dropped, moved_to), (keep, path)):
+        if target is not None:
+            target.parent.mkdir(exist_ok=True)
+            with atomic_open(target, "wb") as f:
+                f.writelines(lines)
+    return len(dropped)
 
 
 class MetricsWriter:
@@ -110,7 +111,7 @@ class MetricsWriter:
         if path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_torn_line(self.path)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
+        self._open()
 
     def write(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append `records` as one batch."""
@@ -129,6 +130,12 @@ class MetricsWriter:
         """Append {"event": name, **fields}; give `step` so that a resume knows where it belongs."""
         self.write([{"event": name, **fields}])
 
+    def rewind(self, step: int, moved_to: Path) -> None:
+        """Take the records of steps beyond `step` out, into the file `moved_to`, and go on after what is left."""
+        self.close()
+        truncate_after(self.path, step, moved_to)
+        self._open()
+
     def sync(self) -> None:
         """Make all that was written durable; called before a checkpoint is published."""
         if str(self.path) != os.devnull:
@@ -136,6 +143,9 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by close)
 
     def __enter__(self) -> MetricsWriter:
         return self

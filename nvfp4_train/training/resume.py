@@ -12,7 +12,10 @@ from nvfp4_train.config.schema import Config, TrainingConfig
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.checkpoint import Checkpoint
 from nvfp4_train.errors import CheckpointError
+from nvfp4_train.training.history import History, forget_journal, read_journal
 from nvfp4_train.training.metrics import truncate_after
+from nvfp4_train.training.recovery_report import abandoned_path
+from nvfp4_train.training.rewinding import discard_abandoned
 from nvfp4_train.training.run_folder import RunFolder
 
 # Keys that don't decide what a step computes (or, as the budget and the limits, are meant to be moved).
@@ -33,7 +36,16 @@ MAY_CHANGE = (
     "training.compile",
     "training.kernels",
     "training.recompute*",
-    "recovery.max_consecutive_skips",
+    "recovery.name",
+    "recovery.max_*",
+    "recovery.snapshot*",
+    "recovery.skip_margin",
+    "recovery.forget_after",
+    "recovery.careful_*",
+    "recovery.read_retries",
+    "recovery.hang_seconds",
+    "precision.health_every",
+    "faults",
     "parallel.*",
     "checkpoint.*",
     "logging.*",
@@ -44,12 +56,13 @@ _ABSENT = "(absent)"
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What a launch starts from: a checkpoint or None, the allowed changes {key: [was, now]}, and whether the run
-    had finished already (then nothing was touched)."""
+    """What a launch starts from: a checkpoint or None, the allowed changes {key: [was, now]}, whether the run had
+    finished already (then nothing was touched), and the rewinds of the launches before."""
 
     checkpoint: Checkpoint | None
     changed: dict[str, list[Any]]
     finished: bool = False
+    history: History = dataclasses.field(default_factory=History)
 
     @property
     def data(self) -> tuple[dict[str, Any] | None, int]:
@@ -64,8 +77,12 @@ def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:
     Raises CheckpointError when `cfg` differs in a key that must stay, with all such keys.
     """
     checkpoint.sweep(folder.checkpoints)
+    history = read_journal(folder.path)
+    discard_abandoned(folder, history)  # a kill may have come between a rewind's journal and the rest of it
     found = checkpoint.newest(folder.checkpoints, warn)
     changed = {}
+    if found is None and _is_another_run(folder, cfg):
+        history = forget_journal(folder.path)
     if found is not None:
         if folder.saved_config is None:
             raise CheckpointError(
@@ -74,9 +91,20 @@ def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:
         changed = check_changes(folder.saved_config, cfg, str(folder.path))
         if folder.finished_step is not None and found.step >= total_steps(cfg.training):
             return Start(found, changed, finished=True)
-    truncate_after(folder.metrics, found.step if found else -1)
+    left = abandoned_path(folder.path, len(history.rewinds))
+    moved_to = left if history.rewinds and not left.exists() else None
+    truncate_after(folder.metrics, found.step if found else -1, moved_to)
     folder.start(cfg)
-    return Start(found, changed)
+    return Start(found, changed, history=history)
+
+
+def _is_another_run(folder: RunFolder, cfg: Config) -> bool:
+    """Whether a run that starts over has nothing to do with the one that the folder holds."""
+    try:
+        check_changes(folder.saved_config or {}, cfg, str(folder.path))
+    except CheckpointError:
+        return True
+    return folder.saved_config is None
 
 
 def total_steps(cfg: TrainingConfig) -> int:

@@ -39,7 +39,9 @@ from nvfp4_train.training.memory import compute_dtype
 from nvfp4_train.training.metrics import MetricsWriter, read_metrics
 from nvfp4_train.training.optimizer import build_optimizer
 from nvfp4_train.training.plots import plot_run
+from nvfp4_train.training.recovery import Recovery
 from nvfp4_train.training.resume import Start
+from nvfp4_train.training.rewinding import write_missing_events
 from nvfp4_train.training.run_folder import RunFolder
 from nvfp4_train.training.sampling import sample_text
 from nvfp4_train.training.schedule import build_schedule
@@ -124,6 +126,7 @@ def _launch(
         build_clipper(cfg.clipping, device, sum(1 for _ in model.parameters())),
         SpikeDetector(cfg.recovery, device),
         SkipCounter(device),
+        Recovery(cfg.recovery, start.history),
         cfg.training.seed,
         corpora,
     )
@@ -169,6 +172,7 @@ def _launch(
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
         if cfg.data.mixture:
             writer.event("mixture", step=state.step, segments=to_json(corpora.segments))
+        write_missing_events(writer, state.recovery.history)
         trainer = Trainer(
             cfg,
             folder,

@@ -14,13 +14,14 @@ from nvfp4_train.errors import CheckpointError
 from nvfp4_train.training.clipping import FixedClipper
 from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
+from nvfp4_train.training.recovery import Recovery
 
 
 class TrainState:
-    """Model, optimizer, clipping, spike detection, skipped steps, random state, and how far the run is.
+    """Model, optimizer, clipping, spike detection, skipped steps, recovery, random state, and how far the run is.
 
-    The learning rate follows from the tokens, the batch of a step from (data set, seed, step), the bits of stochastic
-    rounding from (seed, step): of these the checkpoint holds what they follow from.
+    The learning rate follows from the tokens and the rewinds, the batch of a step from (data set, seed, step, rewinds), the
+    bits of stochastic rounding from (seed, step): of these the checkpoint holds what they follow from.
     """
 
     def __init__(
@@ -30,11 +31,12 @@ class TrainState:
         clipper: FixedClipper,
         detector: SpikeDetector,
         skips: SkipCounter,
+        recovery: Recovery,
         seed: int,
         data: Corpora,
     ) -> None:
         self.model, self.optimizer = model, optimizer
-        self.clipper, self.detector, self.skips = clipper, detector, skips
+        self.clipper, self.detector, self.skips, self.recovery = clipper, detector, skips, recovery
         self.seed, self.data = seed, data
         self.step = 0  # optimizer steps done
         self.tokens = 0  # tokens consumed by them
@@ -61,6 +63,7 @@ class TrainState:
             "data_hash": self.data.hash,
             "data": self.data.record(self.step),
             "unfinished": self.unfinished,
+            "recovery": self.recovery.state(),
         }
 
     def restore(self, found: Checkpoint) -> None:
@@ -73,12 +76,17 @@ class TrainState:
                 )
         tensors = self.tensors()
         checkpoint.load(found, tensors)
+        self.adopt(tensors, found.values, found.step, found.tokens)
+
+    def adopt(self, tensors: dict[str, Any], values: dict[str, Any], step: int, tokens: int) -> None:
+        """Take over what `tensors` and `values` gave at `step`; the model's and optimizer's tensors have been filled."""
         self.clipper.load_state_dict(tensors["clipping"])
         self.detector.load_state_dict(tensors["detection"])
         self.skips.load_state_dict(tensors["skips"])
         torch.set_rng_state(tensors["random"]["cpu"])
-        self.step, self.tokens = found.step, found.tokens
-        self.unfinished = found.values.get("unfinished")
+        self.step, self.tokens = step, tokens
+        self.unfinished = values.get("unfinished")
+        self.recovery.load_state(values["recovery"])
 
     def take_precision(self, tensors: dict[str, dict[str, Tensor]], found: Checkpoint | None) -> None:
         """Save what the GEMM backend carries from step to step, too; going on from `found`, fill it. Raises CheckpointError

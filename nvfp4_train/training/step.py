@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ def train_step(
     micro_batch_size: int,
     lr: float,
     gradient_scale: float = 1.0,
+    record_health: bool = False,
     processes: Processes = ALONE,
 ) -> dict[str, Tensor]:
     """Take one step on `batch`, this rank's part of the global batch, at rate `lr`; returns the step's metrics as device
@@ -32,6 +35,7 @@ def train_step(
     and it counts as skipped. `gradient_scale` is for rehearsed faults: gradients times this, the loss as it is.
     Micro-batches are numbered in the global batch, and their losses summed in that order (in fp64), so that neither their
     random bits nor the loss depend on the number of ranks.
+    `record_health`: measure what quantization loses in each rank's first micro-batch.
     """
     model: HybridModel = state.model
     count = torch.tensor(batch.targets.numel()) if batch.mask is None else batch.mask.sum()
@@ -42,10 +46,11 @@ def train_step(
     for i in range(micro_batches):
         precision.begin_microbatch(processes.rank * micro_batches + i)
         part = batch.rows(i * micro_batch_size, (i + 1) * micro_batch_size)
-        with precision.forward_pass():
-            nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
-        mean = nll / targets
-        (mean if gradient_scale == 1.0 else mean * gradient_scale).backward()
+        with precision.recording_health() if record_health and i == 0 else contextlib.nullcontext():
+            with precision.forward_pass():
+                nll, _ = model.loss(part.tokens, part.targets, part.seq_idx, part.mask)
+            mean = nll / targets
+            (mean if gradient_scale == 1.0 else mean * gradient_scale).backward()
         losses.append(nll.detach())
     loss = processes.concatenate(torch.stack(losses)).sum(dtype=torch.float64).float() / targets
 
@@ -65,4 +70,5 @@ def train_step(
         **state.detector.metrics(),
         "skipped": 1.0 - accepted,
         "skipped_in_a_row": state.skips.consecutive,
+        **(precision.health(processes.sum) if record_health else {}),
     }

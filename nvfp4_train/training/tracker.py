@@ -24,6 +24,10 @@ _FINISH_SECONDS = 30.0
 _MAX_WAITING_ROWS = 10_000
 
 Warn = Callable[[str], None]
+Opener = Callable[
+    [int | None, bool], "Sink"
+]  # the step it goes on from, if any, and whether that is a rewind
+Row = tuple[int, dict[str, float] | None]  # None: a rewind to that step
 
 
 class Sink(Protocol):
@@ -48,6 +52,12 @@ class Tracker:
             for thread in self._threads:
                 thread.put(self._step, _numbers(record))
 
+    def rewind(self, step: int) -> None:
+        """Take back the rows of steps beyond `step`, which have just left metrics.jsonl: the run goes on from there."""
+        self._step = step
+        for thread in self._threads:
+            thread.rewind(step)
+
     def finish(self) -> None:
         """Let every tracker send what it has, for at most half a minute."""
         for thread in self._threads:
@@ -71,25 +81,28 @@ def build_tracker(
     if cfg.wandb not in WANDB_MODES:
         raise ConfigError(f"logging.wandb={cfg.wandb!r} is unknown: choose {', '.join(WANDB_MODES)}.")
     run_dir = Path(run_dir)
-    openers: dict[str, Callable[[], Sink]] = {}
+    openers: dict[str, Opener] = {}
     if cfg.wandb != "off":
-        openers["wandb"] = lambda: _Wandb(cfg, run_id, run_dir, config, resumed_at)
+        openers["wandb"] = lambda *at: _Wandb(cfg, run_id, run_dir, config, *at)
     if cfg.tensorboard:
-        openers["tensorboard"] = lambda: _TensorBoard(run_dir / "tensorboard", resumed_at)
-    return Tracker([_SinkThread(name, opener, warn) for name, opener in openers.items()])
+        openers["tensorboard"] = lambda *at: _TensorBoard(run_dir / "tensorboard", *at)
+    return Tracker([_SinkThread(name, opener, resumed_at, warn) for name, opener in openers.items()])
 
 
 class _SinkThread:
     """Opens a sink, feeds it from a queue and closes it, in a daemon thread; gives it up when it fails."""
 
-    def __init__(self, name: str, opener: Callable[[], Sink], warn: Warn) -> None:
-        self._name, self._opener, self._warn = name, opener, warn
-        self._rows: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(_MAX_WAITING_ROWS)
+    def __init__(self, name: str, opener: Opener, resumed_at: int | None, warn: Warn) -> None:
+        self._name, self._opener, self._resumed_at, self._warn = name, opener, resumed_at, warn
+        self._rows: queue.Queue[Row | None] = queue.Queue(_MAX_WAITING_ROWS)
         self._given_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, step: int, values: dict[str, float]) -> None:
+    def rewind(self, step: int) -> None:
+        self.put(step, None)
+
+    def put(self, step: int, values: dict[str, float] | None) -> None:
         if self._given_up.is_set():
             return
         try:
@@ -110,9 +123,14 @@ class _SinkThread:
 
     def _run(self) -> None:
         try:
-            sink = self._opener()
+            sink = self._opener(self._resumed_at, False)
             while (row := self._rows.get()) is not None and not self._given_up.is_set():
-                sink.log(*row)
+                step, values = row
+                if values is not None:
+                    sink.log(step, values)
+                else:
+                    sink.close()
+                    sink = self._opener(step, True)
             sink.close()
         except Exception as error:
             self._give_up(" ".join(str(error).split()) or type(error).__name__)
@@ -135,15 +153,19 @@ class _Wandb:
         run_dir: Path,
         config: Mapping[str, Any],
         resumed_at: int | None,
+        rewound: bool,
     ) -> None:
         os.environ.setdefault("WANDB_SILENT", "true")  # also: never ask for a login
         import wandb
 
+        # Only a server can cut a history back, which it does for resume_from.
+        online_rewind = rewound and cfg.wandb == "online"
+        where = {"resume_from": f"{run_id}?_step={resumed_at}"} if online_rewind else {"resume": "allow"}
         self._run = wandb.init(
             mode=cfg.wandb,
             project=cfg.wandb_project,
-            id=run_id,
-            resume="allow",
+            id=None if online_rewind else run_id,
+            **where,
             name=run_dir.name,
             dir=run_dir,
             config=dict(config),
@@ -170,7 +192,7 @@ class _Wandb:
 class _TensorBoard:
     """Event files in `folder`; a resumed run declares the steps void that came after its checkpoint."""
 
-    def __init__(self, folder: Path, resumed_at: int | None) -> None:
+    def __init__(self, folder: Path, resumed_at: int | None, rewound: bool) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:

@@ -1,7 +1,8 @@
-"""The training loop: steps, metrics, validation, checkpoints, and stopping when asked to."""
+"""The training loop: steps, metrics, validation, recovery, checkpoints, and stopping when asked to."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +23,22 @@ from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token
 from nvfp4_train.precision import PrecisionRuntime
 from nvfp4_train.training import peaks
+from nvfp4_train.training.batches import Batches
 from nvfp4_train.training.console import Console
 from nvfp4_train.training.evaluation import score
+from nvfp4_train.training.faults import Faults
 from nvfp4_train.training.metrics import DeviceMetrics, MetricsWriter
+from nvfp4_train.training.recovery import REPORT, Trouble
+from nvfp4_train.training.recovery_report import ABANDONED, write_report
 from nvfp4_train.training.resume import total_steps
+from nvfp4_train.training.rewinding import Rewinder
 from nvfp4_train.training.run_folder import RunFolder
 from nvfp4_train.training.schedule import Schedule
 from nvfp4_train.training.signals import StopRequest
 from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.step import train_step
 from nvfp4_train.training.tracker import Tracker
+from nvfp4_train.training.watchdog import Watchdog
 
 _SAVE_FAILED = 2  # beside 0 and 1, nobody or somebody asked to stop
 
@@ -43,9 +50,10 @@ class _BrokenOff(Exception):
 class Trainer:
     """Takes the run from `state` to its last step.
 
-    After each step, in this order: validation when due, then metrics to disk, then a checkpoint when due. So a
-    checkpoint of step N finds everything up to N in metrics.jsonl, and a resumed run repeats nothing of it. A validation
-    that a stop request breaks off is made up for by the next launch: until then the checkpoint holds that step's record.
+    After each step, in this order: validation when due, then metrics to disk, then a rewind when they call for one, else a
+    checkpoint when due. So a checkpoint of step N finds everything up to N in metrics.jsonl, a resumed run repeats nothing
+    of it, and no state is saved that was seen to be in trouble. A validation that a stop request breaks off is made up for
+    by the next launch: until then the checkpoint holds that step's record.
     """
 
     def __init__(
@@ -70,6 +78,26 @@ class Trainer:
         self.writer, self.console, self.tracker = writer, console, tracker
         self.saver, self._agree = saver, agree
         self.processes, self._traffic = processes, traffic
+        self.recovery = state.recovery
+        self._rewinder = Rewinder(
+            cfg.recovery, folder, state, precision, saver, writer, tracker, console, processes.control
+        )
+        self._faults = Faults(cfg.faults, processes.rank, vocab_size=cfg.model.vocab_size)
+        training = cfg.training
+        self._sampler = Sampler(
+            corpora,
+            seq_len=training.seq_len,
+            global_batch_size=training.global_batch_size,
+            seed=training.seed,
+            reset_state_at_documents=cfg.data.reset_state_at_documents,
+        )
+        hang_seconds = cfg.recovery.hang_seconds if cfg.recovery.name == "auto" else None
+        self._watchdog = Watchdog(
+            hang_seconds,
+            folder.path / ABANDONED / f"stacks_rank{processes.rank}.txt",
+            lambda: f"step {state.step + 1}",
+            self._report,
+        )
         self.total_steps = total_steps(cfg.training)
         self.seconds = 0.0  # spent in training steps by this launch
         self.launch_tokens = 0
@@ -80,57 +108,78 @@ class Trainer:
     def train(self, stop: StopRequest) -> None:
         """Run to the last step, which is validated and saved.
 
-        Raises StoppedBySignal after saving when `stop` was requested, RecoveryGaveUp when too many steps in a row were
-        not finite, SaveError when a checkpoint can't be written.
+        Raises StoppedBySignal after saving when `stop` was requested, RecoveryGaveUp, with a report in the run folder, when
+        training can't go on, SaveError when a checkpoint can't be written.
         """
-        training = self.cfg.training
-        sampler = Sampler(
-            self.corpora,
-            seq_len=training.seq_len,
-            global_batch_size=training.global_batch_size,
-            seed=training.seed,
-            reset_state_at_documents=self.cfg.data.reset_state_at_documents,
-        )
+        try:
+            with self._watchdog, contextlib.ExitStack() as self._open:
+                self._read_ahead()
+                if (record := self.state.unfinished) is not None:
+                    self._publish([record | self._validate(stop)])
+                    self.state.unfinished = None
+                    self._start_clock()
+                self._rewinder.snapshot_if_due()
+                while self.state.step < self.total_steps:
+                    self._step()
+                    stop.defer()
+                    self._after_step(stop)
+        except RecoveryGaveUp as error:
+            own = isinstance(error.__cause__, OSError)  # this rank's trouble, not that of all
+            if self.processes.first or own:
+                self._report(str(error))
+            raise
+
+    def _after_step(self, stop: StopRequest) -> None:
+        """What is due: metrics, validation, a rewind, a checkpoint, the end."""
+        training, step = self.cfg.training, self.state.step
+        last = step == self.total_steps
+        stopping = self._asked(stop)  # looked at once: a signal from here on waits for the next step
+        validates = last or (bool(training.validate_every) and step % training.validate_every == 0)
+        saves = last or stopping or step % self.cfg.checkpoint.every_steps == 0
+        if validates or saves or step % training.log_every == 0:
+            records = self._read_metrics()
+            if validates:
+                try:
+                    records[-1].update(self._validate(stop))
+                except _BrokenOff:
+                    stopping, self.state.unfinished = True, records.pop()
+                self._start_clock()
+            if trouble := self._publish(records):
+                self._rewind(trouble)
+                last, saves = False, True
+        if saves or stopping:
+            self._save(wait=last or stopping)
+        self._tell_saved()
+        if stopping and (not last or self.state.unfinished):
+            name = stop.signal.name if stop.signal else "a signal to another rank"
+            raise StoppedBySignal(
+                f"stopped by {name} after step {step}, and the state of step {self.state.step} is saved: run the same "
+                "command to go on."
+            )
+        self._rewinder.snapshot_if_due()
+
+    def _read_ahead(self) -> None:
+        """A loader from the present step on, in place of the one before."""
+        self._open.close()
+        retries = self.cfg.recovery.read_retries if self.cfg.recovery.name == "auto" else 0
+        batches = Batches(self._sampler, self.recovery.history, self._faults, retries)
         # Ranks take consecutive parts of each global batch, so its micro-batches are the same for any number of ranks.
-        count = training.global_batch_size // self.processes.size
+        count = self.cfg.training.global_batch_size // self.processes.size
         loader = Loader(
-            sampler,
+            batches,
             self.state.step,
             self.processes.rank * count,
             count,
             workers=self.cfg.data.workers,
             pin_memory=self.device.type == "cuda",
         )
-        with loader:
-            if (record := self.state.unfinished) is not None:
-                self._publish([record | self._validate(stop)])
-                self.state.unfinished = None
-            self._start_clock(loader)
-            while self.state.step < self.total_steps:
-                self._step(loader)
-                stop.defer()
-                step = self.state.step
-                last = step == self.total_steps
-                stopping = self._asked(stop)  # looked at once: a signal from here on waits for the next step
-                validates = last or (bool(training.validate_every) and step % training.validate_every == 0)
-                saves = last or stopping or step % self.cfg.checkpoint.every_steps == 0
-                if validates or saves or step % training.log_every == 0:
-                    records = self._read_metrics(loader)
-                    if validates:
-                        try:
-                            records[-1].update(self._validate(stop))
-                        except _BrokenOff:
-                            stopping, self.state.unfinished = True, records.pop()
-                        self._start_clock(loader)
-                    self._publish(records)
-                if saves or stopping:
-                    self._save(wait=last or stopping)
-                self._tell_saved()
-                if stopping and (not last or self.state.unfinished):
-                    name = stop.signal.name if stop.signal else "a signal to another rank"
-                    raise StoppedBySignal(
-                        f"stopped by {name} after step {step}, which is saved: run the same command to go on."
-                    )
+        self._loader = self._open.enter_context(loader)
+        self._start_clock()
+
+    def _rewind(self, trouble: Trouble) -> None:
+        self._watchdog.pause()
+        self._rewinder.rewind(trouble)
+        self._read_ahead()
 
     def _asked(self, stop: StopRequest) -> bool:
         """Whether any rank was asked to stop, the same on all. Raises SaveError where a save behind the steps has failed."""
@@ -139,27 +188,38 @@ class Trainer:
             self.saver.wait()
         return bool(flag)
 
-    def _step(self, loader: Loader) -> None:
-        state = self.state
-        batch = loader.next().to(self.device)
-        self.precision.set_phase(state.tokens / self.cfg.training.max_tokens)
-        lr = self.schedule.lr(state.tokens)
+    def _step(self) -> None:
+        state, history, faults = self.state, self.recovery.history, self._faults
+        step = state.step + 1
+        faults.before_step(step, history, state.model)
+        batch = self._loader.next().to(self.device)
+        self.precision.set_phase(state.tokens / self.cfg.training.max_tokens, history.bf16(step))
+        lr = self.schedule.lr(state.tokens) * history.lr_factor(step) * faults.lr_factor(step, history)
+        every = self.cfg.precision.health_every
         scalars = train_step(
-            state, self.precision, batch, self.cfg.training.micro_batch_size, lr, processes=self.processes
+            state,
+            self.precision,
+            batch,
+            self.cfg.training.micro_batch_size,
+            lr,
+            processes=self.processes,
+            gradient_scale=faults.gradient_scale(step, history),
+            record_health=bool(every) and step % every == 0,
         )
         self._metrics.add({"step": state.step, "tokens": state.tokens, "lr": lr}, scalars)
+        self._watchdog.beat()
 
-    def _start_clock(self, loader: Loader) -> None:
-        self._clock, self._waited = time.perf_counter(), loader.waited
+    def _start_clock(self) -> None:
+        self._clock, self._waited = time.perf_counter(), self._loader.waited
         self._traffic.take()
 
-    def _read_metrics(self, loader: Loader) -> list[dict[str, Any]]:
+    def _read_metrics(self) -> list[dict[str, Any]]:
         """Records of the steps since the last call; this is where the host waits for the device."""
         records = self._metrics.read()
         seconds = time.perf_counter() - self._clock
-        waited = loader.waited - self._waited
+        waited = self._loader.waited - self._waited
         sent = {f"traffic/{name}": value / len(records) for name, value in self._traffic.take().items()}
-        self._start_clock(loader)
+        self._start_clock()
         tokens = len(records) * self.cfg.training.global_batch_size * self.cfg.training.seq_len
         self.seconds += seconds
         self.launch_tokens += tokens
@@ -173,27 +233,23 @@ class Trainer:
             record.update(sent)
         return records
 
-    def _publish(self, records: list[dict[str, Any]]) -> None:
-        """To disk, screen and trackers. Raises RecoveryGaveUp after too many skipped steps."""
+    def _publish(self, records: list[dict[str, Any]]) -> Trouble | None:
+        """To disk, screen and trackers, and to recovery: returns what calls for a rewind. Raises RecoveryGaveUp."""
         if not records:
-            return
+            return None
         self.writer.write(records)
         for record in records:
             self.tracker.log(record)
-            if record["skipped"]:
-                self.console.warning(
-                    f"step {record['step']}: loss {record['loss']} and gradient norm {record['grad_norm']}, so the "
-                    "weights were left as they are"
-                )
         self.console.step(records[-1], self.total_steps, self._total_tokens())
+        events, trouble = self.recovery.look(records)
+        for event in events:
+            self.writer.write([event])
+            skipped = ", so the weights were left as they are" if event.get("skipped") else ""
+            if skipped or event["event"] != "spike":
+                self.console.warning(f"step {event['step']}: {event['reason']}{skipped}")
         if warning := self.state.clipper.warning(records[-1]):
             self.console.warning(warning)
-        limit = self.cfg.recovery.max_consecutive_skips
-        if records[-1]["skipped_in_a_row"] >= limit:
-            raise RecoveryGaveUp(
-                f"{records[-1]['skipped_in_a_row']} steps in a row were not finite (recovery.max_consecutive_skips="
-                f"{limit}): lower optimizer.lr, or look at {self.writer.path} for where it began."
-            )
+        return trouble
 
     def _validate(self, stop: StopRequest) -> dict[str, float]:
         """Raises _BrokenOff when a rank is asked to stop meanwhile."""
@@ -202,6 +258,7 @@ class Trainer:
             if self._asked(stop):
                 raise _BrokenOff
 
+        self._watchdog.pause()
         values = {}
         for name, dataset in self.corpora.datasets.items():
             values |= self._validate_on(name, dataset, look)
@@ -223,6 +280,7 @@ class Trainer:
 
     def _save(self, wait: bool) -> None:
         state = self.state
+        self._watchdog.pause()
         self.writer.sync()
         self.saver.save(state.step, state.tokens, state.tensors(), state.values())
         if wait:
@@ -240,6 +298,22 @@ class Trainer:
             )
             if saved.warning:
                 self.console.warning(saved.warning)
+
+    def _report(self, cause: str) -> None:
+        """recovery_report.md: what a person should know. A report that fails must not hide its cause."""
+        try:
+            name = REPORT if self.processes.first else f"rank{self.processes.rank}_{REPORT}"
+            path = write_report(
+                self.folder.path / name,
+                cause,
+                self.recovery.history,
+                self.folder.metrics,
+                self._sampler,
+                self.total_steps,
+            )
+            self.console.warning(f"{path} says what happened")
+        except Exception as error:
+            self.console.warning(f"{REPORT} could not be written ({error})")
 
     def _total_tokens(self) -> float:
         return self.total_steps * self.cfg.training.global_batch_size * self.cfg.training.seq_len

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nvfp4_train.config.load import compose_config, option_names
-from nvfp4_train.config.schema import Config, PhaseConfig, RuleConfig
+from nvfp4_train.config.schema import Config, FaultConfig, PhaseConfig, RuleConfig
 from nvfp4_train.config.validate import validate
 from nvfp4_train.errors import ConfigError
 
@@ -156,7 +156,21 @@ def test_every_option_is_valid(group):
             r"parallel\.grad_reduce=nvfp4 is for .*precision=bf16 has none: leave it at fp32",
         ),
         ({"parallel.fsdp": 2}, r"parallel\.fsdp=2 doesn't make the 1 processes.*start 2 processes"),
-        ({"faults": ["crash"]}, r"faults=\['crash'\] is not supported yet"),
+        (
+            {"faults": [FaultConfig("crash", 3)]},
+            r"faults\[0\]\.kind='crash' is unknown: choose repeated_tokens",
+        ),
+        ({"faults": [FaultConfig("nan", 0)]}, r"faults\[0\]\.step=0 must be at least 1"),
+        ({"recovery.skip_sigmas": 2.0}, r"recovery\.skip_sigmas=2 must be at least recovery\.sigmas=3"),
+        ({"recovery.confirm": 20}, r"recovery\.confirm=20 of recovery\.confirm_within=10"),
+        (
+            {"recovery.careful_bf16": "worst"},
+            r"careful_bf16='worst' is unknown: choose all, none, or worst:N",
+        ),
+        (
+            {"recovery.name": "auto", "recovery.snapshot_every": 5},
+            r"recovery\.snapshots=2, 5 steps apart .*less than the 30 steps",
+        ),
         (
             {"init_from": "runs/other"},
             r"init_from=runs/other is neither a run folder .* nor a Hugging Face model",

@@ -22,8 +22,10 @@ from nvfp4_train.precision import apply_recipe
 from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
+from nvfp4_train.training.history import History
 from nvfp4_train.training.memory import compute_dtype
 from nvfp4_train.training.optimizer import build_optimizer
+from nvfp4_train.training.recovery import Recovery
 from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.step import train_step
 from tests.tiny import TINY
@@ -55,7 +57,8 @@ def train(cfg: Config, processes: Processes, steps: int = STEPS) -> dict[str, An
     )
     optimizer = build_optimizer(model, cfg.optimizer)
     clipper, skips = build_clipper(cfg.clipping, device), SkipCounter(device)
-    state = TrainState(model, optimizer, clipper, SpikeDetector(cfg.recovery, device), skips, 1, "")
+    recovery = Recovery(cfg.recovery, History())
+    state = TrainState(model, optimizer, clipper, SpikeDetector(cfg.recovery, device), skips, recovery, 1, "")
     tokens = torch.randint(
         0, cfg.model.vocab_size, (BATCH, LENGTH + 1), generator=torch.Generator().manual_seed(3)
     )

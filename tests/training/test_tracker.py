@@ -36,7 +36,7 @@ class Sink:
 
 
 def tracker_of(opener, warnings: list[str]) -> Tracker:
-    return Tracker([_SinkThread("wandb", opener, warnings.append)])
+    return Tracker([_SinkThread("wandb", lambda *_: opener(), None, warnings.append)])
 
 
 def test_rows_arrive_in_order_under_their_names():
