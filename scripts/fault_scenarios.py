@@ -2,7 +2,7 @@
 
     python scripts/fault_scenarios.py [--out runs/faults] [--only NAME,NAME] [key=value ...]
 
-A tiny hybrid model trains in NVFP4 for 400 steps. Every scenario is one `faults=[...]`, but for `killed`, where the
+A tiny hybrid model trains in NVFP4 for 360 steps. Every scenario is one `faults=[...]`, but for `killed`, where the
 process also ends while it rewinds and is started again; `stuck` runs in a process of its own, which recovery off never ends.
 Everything goes by the command line; of recovery's settings those differ from their defaults that the short run asks for.
 """
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -23,14 +24,15 @@ from unittest import mock
 from nvfp4_train import cli, pretrain
 from nvfp4_train.training.metrics import MetricsWriter, read_metrics
 
-STEPS, BATCH, LENGTH = 400, 8, 32
+STEPS, BATCH, LENGTH = 360, 8, 32
+SHARED = 180  # steps that all runs have in common: they resume a copy of one run
 SETTINGS = f"""
     model=quickstart model.pattern=M-*- model.hidden_size=32 model.intermediate_size=64 model.num_attention_heads=2
     model.num_key_value_heads=1 model.head_dim=16 model.mamba_num_heads=2 model.mamba_head_dim=16 model.ssm_state_size=15
     model.chunk_size=16 model.vocab_size=384 training.seq_len={LENGTH} training.global_batch_size={BATCH}
     training.micro_batch_size={BATCH} training.max_tokens={STEPS * BATCH * LENGTH} training.log_every=5
-    training.validate_every=100 training.validate_tokens=16e3 training.sample_tokens=0 training.compile=off
-    optimizer.lr=2e-3 schedule=wsd schedule.warmup_tokens=5e3 checkpoint.every_steps=100 data.valid_fraction=0.1
+    training.validate_every=90 training.validate_tokens=16e3 training.sample_tokens=0 training.compile=off
+    optimizer.lr=2e-3 schedule=wsd schedule.warmup_tokens=5e3 checkpoint.every_steps=90 data.valid_fraction=0.1
     recovery=auto recovery.window=50 recovery.snapshot_every=40 recovery.skip_margin=4 recovery.careful_steps=40
     recovery.forget_after=200 recovery.slow_window=100 precision.health_every=50
 """.split()
@@ -133,6 +135,7 @@ def killed(*_: object, **__: object) -> None:
 
 def rehearse(scenario: Scenario, mode: str, out: Path, overrides: Sequence[str]) -> Result:
     run = out / f"{scenario.name}_{mode}"
+    shutil.copytree(out / "shared", run)
     words = [*overrides, f"recovery.name={mode}", *scenario.words]
     words += [f"faults=[{scenario.faults}]"] if scenario.faults else []
     if scenario.name == "stuck":
@@ -205,12 +208,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/faults"), help="a folder that isn't there yet")
     parser.add_argument("--only", default=",".join(scenario.name for scenario in SCENARIOS))
     args, overrides = parser.parse_known_args()
+    train(args.out / "shared", [*overrides, f"training.max_steps={SHARED}"])
     healthy = rehearse(Scenario("healthy", "", ""), "auto", args.out, overrides)
     print(
         f"Undisturbed: held-out loss {healthy.loss:.4f}, {healthy.rewinds} rewinds, {healthy.skipped} skipped.\n"
     )
     head = (
-        "fault at step 200 of 400",
+        "fault at step 200 of 360",
         "off",
         "person",
         "on",

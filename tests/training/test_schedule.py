@@ -1,5 +1,6 @@
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
@@ -184,3 +185,64 @@ def test_impossible_values_are_named(values, key):
 def test_impossible_rate_or_budget_is_named(lr, tokens, key):
     with pytest.raises(ConfigError, match=key):
         build_schedule(config(), lr, tokens)
+
+
+def staged_by_definition(cfg: ScheduleConfig, max_tokens: int, tokens: int) -> float:
+    """DESIGN's words for the staged recipe, in exact fractions but for the cosine."""
+    peak = Fraction(BASE) * Fraction(cfg.boost)
+    warmup, anneal = (
+        int(cfg.warmup_tokens),
+        max(Fraction(cfg.anneal_start) * max_tokens, int(cfg.warmup_tokens)),
+    )
+    final = Fraction(cfg.final_lr) * peak
+
+    def stage(t) -> Fraction:
+        k = (t - warmup) // int(cfg.decay_every)
+        return max(peak * Fraction(cfg.decay_factor) ** int(k), Fraction(cfg.floor) * peak)
+
+    if tokens < warmup:
+        return float(peak * (Fraction(1, 100) + Fraction(99, 100) * Fraction(tokens, warmup)))
+    if tokens >= max_tokens:
+        return float(final)
+    if tokens < anneal:
+        return float(stage(tokens))
+    progress = (tokens - anneal) / (max_tokens - anneal)
+    return float(final) + float(stage(anneal) - final) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@st.composite
+def runs(draw):
+    """A staged run, and what happens in it: launches with a batch size each, some of which rewind."""
+    max_tokens = draw(st.integers(2_000, 10**13))
+    unit = max_tokens // 1000
+    cfg = config(
+        warmup_tokens=draw(st.integers(0, 300)) * unit,
+        boost=draw(st.sampled_from([1.2, 1.35, 1.5])),
+        decay_every=draw(st.integers(1, 400)) * unit,
+        anneal_start=draw(st.sampled_from([0.5, 0.8, 0.9])),
+    )
+    launches = st.tuples(st.integers(1, 40), st.integers(1, 12), st.integers(0, 12))
+    return cfg, max_tokens, draw(st.lists(launches, min_size=1, max_size=6))
+
+
+@given(runs())
+@settings(max_examples=150)
+def test_staged_is_its_definition_token_by_token_through_resumes_batch_sizes_and_rewinds(case):
+    cfg, max_tokens, launches = case
+    tokens = 0
+    for size, steps, back in launches:
+        schedule = build_schedule(cfg, BASE, max_tokens)  # each launch makes it anew, from the tokens alone
+        batch = size * max(1, max_tokens // 1000)
+        before = {}
+        for _ in range(steps):
+            before[tokens] = schedule.lr(tokens)
+            assert before[tokens] == pytest.approx(staged_by_definition(cfg, max_tokens, tokens), rel=1e-9)
+            tokens += batch
+        for _ in range(min(back, steps)):  # a rewind takes the tokens back, and with them the rate
+            tokens -= batch
+            assert schedule.lr(tokens) == before[tokens]
+    for corner in (cfg.warmup_tokens, cfg.warmup_tokens + cfg.decay_every, max_tokens):
+        for tokens in (int(corner) - 1, int(corner), int(corner) + 1):
+            if tokens >= 0:
+                wanted = staged_by_definition(cfg, max_tokens, tokens)
+                assert schedule.lr(tokens) == pytest.approx(wanted, rel=1e-9)
