@@ -47,6 +47,16 @@ def gemm(
     return product if accumulate is None else accumulate.add_(product)
 
 
+def gemm_report(device: torch.device | str = "cpu") -> str:
+    """How products are computed on `device`, for the log; where it is not the fast way, why."""
+    kind, text = torch.device(device).type, "exact bf16 operands, fp32 sums"
+    if kind == "cuda" and cublas.load()[0] is None:
+        text += f" by torch.mm with the tensor scales in a pass of their own, since cuBLAS is not found: {cublas.load()[1]}"
+    if kind == "cpu" and not cpu_has_bf16_matmul():
+        text += " in fp32, since this processor has no bf16 products"
+    return text
+
+
 def scale_product(amaxes: list[torch.Tensor]) -> torch.Tensor | None:
     """Product of the tensor scales g = amax / 2688 of the quantized operands: fp32 scalar; None when there is none."""
     if not amaxes:

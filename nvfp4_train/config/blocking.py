@@ -1,4 +1,4 @@
-"""What quantizing asks of shapes: blocks of 16 along rows, columns and tokens, so that all three are multiples of 16."""
+"""What the block formats ask of shapes: multiples of 16 along rows, columns and tokens; for MXFP4's transform 32 tokens."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ def check_blocking(cfg: Config) -> None:
     for layer, plan in plans(cfg):
         backends.check_plan(cfg.precision, layer.name, plan)
     batch, length = cfg.training.micro_batch_size, cfg.training.seq_len
-    if batch * length % BLOCK:
-        lengths = nearest(length, lambda n: batch * n % BLOCK == 0)
+    rotates = any(plan.rotates_wgrad for _, plan in plans(cfg))
+    needed = 2 * BLOCK if name == "mxfp4" and rotates else BLOCK
+    if batch * length % needed:
+        lengths = nearest(length, lambda n: batch * n % needed == 0)
         raise ConfigError(
             f"training.micro_batch_size={batch} x training.seq_len={length} makes {batch * length} tokens, not a "
-            f"multiple of {BLOCK} as {name.upper()} needs: set training.seq_len to {lengths}, or use precision=bf16."
+            f"multiple of {needed} as {name.upper()} needs: set training.seq_len to {lengths}, or use precision=bf16."
         )
 
 

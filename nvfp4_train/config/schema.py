@@ -41,7 +41,7 @@ class RuleConfig:
     blocks: str = "all"  # all | first:N | last:N | N | N-M (inclusive)
     operands: list[str] = field(default_factory=lambda: ["*"])  # globs: fprop.input, *.weight, wgrad.*, ...
     phase: str = "*"  # glob on the phase's name
-    format: str = MISSING  # nvfp4 | fp8 | bf16
+    format: str = MISSING  # nvfp4 | mxfp4 | fp8 | bf16
 
 
 @dataclass
@@ -56,7 +56,7 @@ class PhaseConfig:
 class PrecisionConfig:
     """The recipe: formats of the three GEMMs' six operands, block by block, phase by phase."""
 
-    name: str = MISSING  # nvfp4 | fp8 | bf16 | fp32
+    name: str = MISSING  # nvfp4 | mxfp4 | fp8 | bf16 | fp32
     backend: str = "auto"  # GEMM: auto | emulated | triton | cublas | te
     te_recipe: str = (
         "block"  # fp8 by Transformer Engine: block (1x128, 128x128) | current | delayed (a scale a tensor)
@@ -66,6 +66,10 @@ class PrecisionConfig:
     stochastic_gradients: bool = True  # stochastic rounding of both gradient operands
     hadamard: bool = True  # 16-point random Hadamard transform on both wgrad operands
     weight_blocks_2d: bool = True  # 16x16 weight blocks (else 1x16 along each GEMM's inner dimension)
+    four_over_six: str = (
+        "none"  # nvfp4: none | weights | activations | all: forward blocks scaled to 6 or to 4 (2512.02010)
+    )
+    backward: str = "standard"  # nvfp4: standard | ms_eden (Quartet II, 2601.22813)
     rules: list[RuleConfig] = field(default_factory=list)  # after the defaults, so they win
     phases: list[PhaseConfig] = field(default_factory=list)  # empty: one phase named "main"
     health_every: int = 200  # steps between measurements of what quantization loses, layer by layer; 0: never

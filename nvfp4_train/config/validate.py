@@ -16,11 +16,11 @@ from nvfp4_train.config.checks import (
     positive,
 )
 from nvfp4_train.config.layout import layout_of, world_size
-from nvfp4_train.config.schema import Config, ModelConfig, TrainingConfig
+from nvfp4_train.config.schema import Config, ModelConfig, PrecisionConfig, TrainingConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.precision import backends
-from nvfp4_train.precision.recipe import QUANTIZED_FORMATS, check_rules
+from nvfp4_train.precision.recipe import BACKWARDS, FOUR_OVER_SIX, QUANTIZED_FORMATS, check_rules
 from nvfp4_train.training import init_from
 from nvfp4_train.training.schedule import build_schedule
 
@@ -62,9 +62,19 @@ def _check_te(cfg: Config) -> None:
 
 def _check_choices(cfg: Config) -> None:
     one_of("device", cfg.device, ["auto", "cpu", "cuda"])
-    one_of("precision.name", cfg.precision.name, ["nvfp4", "fp8", "bf16", "fp32"])
+    one_of("precision.name", cfg.precision.name, [*QUANTIZED_FORMATS, "bf16", "fp32"])
     one_of("precision.backend", cfg.precision.backend, list(backends.NAMES))
     one_of("precision.te_recipe", cfg.precision.te_recipe, ["block", "current", "delayed"])
+    one_of("precision.four_over_six", cfg.precision.four_over_six, FOUR_OVER_SIX)
+    one_of("precision.backward", cfg.precision.backward, BACKWARDS)
+    if cfg.precision.name != "nvfp4":
+        for key in ("four_over_six", "backward"):
+            value, default = getattr(cfg.precision, key), getattr(PrecisionConfig, key)
+            if value != default:
+                raise ConfigError(
+                    f"precision.{key}={value} is NVFP4's, but precision={cfg.precision.name}: leave it at {default}, or "
+                    "use precision=nvfp4."
+                )
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])

@@ -32,7 +32,7 @@ from nvfp4_train.config.schema import ParallelConfig
 from nvfp4_train.distributed.processes import FSDP, REPLICATE, Processes, all_gather
 from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.model.hybrid import HybridModel
-from nvfp4_train.precision import ops
+from nvfp4_train.precision import formats
 from nvfp4_train.precision.linear import Linear
 
 _reduce_scatter = (
@@ -173,7 +173,7 @@ class _LinearWeight(_TravellingWeight):
         if not self._plan.quantized:
             self._operands[0].copy_(gathered)
             return
-        fprop, dgrad, amax = ops.prepare_weight(gathered, self._plan)
+        fprop, dgrad, amax = formats.weight_operands(self._plan, gathered)
         self._operands[0].copy_(fprop)
         if self._operands[-1] is not self._operands[0]:
             self._operands[-1].copy_(dgrad)

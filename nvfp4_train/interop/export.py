@@ -94,7 +94,7 @@ def export(
 
 
 def quantized_weight(weight: Tensor, plan: LinearPlan) -> QuantizedTensor:
-    """A master weight fp32 [out, in] in the codes and scales of training's forward pass (`precision.ops.prepare_weight`)."""
+    """A master weight fp32 [out, in] in the codes and scales of training's forward pass (`formats.weight_operands`)."""
     block = (BLOCK, BLOCK) if plan.square_weights else (1, BLOCK)
     return quantize(weight.to(torch.bfloat16), block)
 

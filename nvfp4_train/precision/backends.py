@@ -88,7 +88,7 @@ def _te(cfg: PrecisionConfig, machine: Machine) -> str | None:
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("emulated", ("nvfp4",), "exact bf16 operands, fp32 sums", _none),
+        Backend("emulated", ("nvfp4", "mxfp4", "fp8"), "exact bf16 operands, fp32 sums", _none),
         Backend("triton", ("nvfp4",), "FP4 tensor cores, Triton's kernel", _triton),
         Backend("cublas", ("nvfp4",), "FP4 tensor cores, cuBLAS", _cublas),
         Backend("te", ("nvfp4", "fp8"), "Transformer Engine's linear layers", _te),
@@ -135,6 +135,8 @@ def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] =
 def plan_problem(backend: str, cfg: PrecisionConfig, plan: LinearPlan) -> str | None:
     """Why `backend` cannot compute a layer with this plan; None when it can."""
     quantized = plan.quantized
+    if backend in (*NATIVE, "te") and (plan.four_over_six != "none" or plan.ms_eden):
+        return "precision.four_over_six and precision.backward=ms_eden are emulated alone"
     if backend in NATIVE:
         for gemm in ("fprop", "dgrad", "wgrad"):
             if len([o for o in quantized if o.startswith(gemm)]) == 1:

@@ -8,7 +8,7 @@ import torch
 from nvfp4_kernels import producers
 from torch import nn
 
-from nvfp4_train.precision import ops
+from nvfp4_train.precision import formats, ops  # noqa: F401  (registers the operators)
 from nvfp4_train.precision.producers import Activation
 from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan
 
@@ -72,7 +72,7 @@ class Linear(nn.Module):
         if self.engine is not None:
             self.engine.prepare(self.weight, self.plan)
             return
-        fprop, dgrad, amax = ops.prepare_weight(self.weight, self.plan)
+        fprop, dgrad, amax = formats.weight_operands(self.plan, self.weight)
         if self.fprop_weight is None:
             self.fprop_weight, self.dgrad_weight, self.weight_amax = fprop, dgrad, amax
             return
@@ -83,9 +83,12 @@ class Linear(nn.Module):
 
     def measures(self) -> str | None:
         """What a producer should measure of this layer's input: "raw" or "rotated" (both amax); None: nothing."""
-        if not (self.fused_producers and {"fprop.input", "wgrad.input"} & self.plan.quantized):
+        plan = self.plan
+        if not (
+            self.fused_producers and plan.has_tensor_scale and {"fprop.input", "wgrad.input"} & plan.quantized
+        ):
             return None
-        return "rotated" if torch.is_grad_enabled() and self.plan.rotates_wgrad else "raw"
+        return "rotated" if torch.is_grad_enabled() and plan.rotates_wgrad and not plan.ms_eden else "raw"
 
     def forward(self, x: torch.Tensor | Activation) -> torch.Tensor:
         """x: [..., in] -> [..., out] in x's dtype (bf16 when the plan quantizes anything)."""
@@ -109,4 +112,4 @@ class Linear(nn.Module):
         return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return f"in={self.in_features}, out={self.out_features}, nvfp4={sorted(self.plan.quantized)}"
+        return f"in={self.in_features}, out={self.out_features}, {self.plan.format}={sorted(self.plan.quantized)}"

@@ -14,7 +14,7 @@ from nvfp4_kernels.native.tensor import NativeTensor, aligned_codes
 from nvfp4_kernels.swizzle import swizzled_bytes
 from torch import nn
 
-from nvfp4_train.precision.ops import _key
+from nvfp4_train.precision.formats import key_of
 from nvfp4_train.precision.recipe import LinearPlan
 
 
@@ -144,7 +144,7 @@ def native_linear_backward(
         both = amax(dy, signs)
         row_key, column_key = None, None
         if plan.stochastic_gradients:
-            row_key, column_key = _key(rng, ROLE_ROWS), _key(rng, ROLE_COLUMNS)
+            row_key, column_key = key_of(rng, ROLE_ROWS), key_of(rng, ROLE_COLUMNS)
         rows, columns = quantize_rows_and_columns(
             dy,
             (both[0], row_key) if for_dgrad else None,

@@ -1,57 +1,20 @@
 """The quantized linear's three GEMMs as two custom operators, opaque to torch.compile (no graph breaks).
 
-Forward saves for the backward pass only x's column-wise codes and scales, quantized from the
-high-precision x; the weight's 16x16 codes serve fprop and, transposed, dgrad.
+Forward saves for the backward pass only x's codes and scales (column-wise ones, quantized from the high-precision x; MS-EDEN
+takes the forward's own); the weight's square codes serve fprop and, transposed, dgrad.
 """
 
 from __future__ import annotations
 
 import torch
-from nvfp4_kernels import (
-    BLOCK,
-    ROLE_COLUMNS,
-    ROLE_ROWS,
-    SIGNS,
-    CounterKey,
-    QuantizedTensor,
-    amax,
-    hadamard16,
-    quantize,
-    quantize_rows_and_columns,
-)
 from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
-from nvfp4_train.precision import health
+from nvfp4_train.precision import formats, health
+from nvfp4_train.precision.formats import Quantized
 from nvfp4_train.precision.recipe import LinearPlan
 
 # Where fp32 results are wanted, CPUs multiply fp32 operands (gemm.py): the kernels write those directly.
 _WGRAD_OPERAND = {"cpu": "operand_fp32"}
-
-
-def _key(rng: torch.Tensor, role: int) -> CounterKey:
-    """rng: int64 [4] = seed, step, micro-batch, tensor."""
-    return CounterKey(rng[0], rng[1], rng[2], rng[3], role)
-
-
-def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
-    """Tell the active health recorder what quantizing loses. operands: {name: x, dy or the master weight}."""
-    for operand, x in operands.items():
-        # Where a model is sharded its master weights are not here whole: their operands are what is gathered.
-        if operand not in plan.quantized or not x.untyped_storage().nbytes():
-            continue
-        x = x.to(torch.bfloat16)
-        turned = operand.startswith("wgrad") or operand == "dgrad.weight"
-        matrix = x.t().contiguous() if turned else x
-        if operand.startswith("wgrad") and plan.rotates_wgrad:
-            matrix = hadamard16(matrix)
-        key = None
-        if operand.endswith("grad") and plan.stochastic_gradients:
-            key = _key(rng, ROLE_COLUMNS if turned else ROLE_ROWS)
-        square = operand.endswith("weight") and plan.square_weights
-        q = quantize(
-            matrix, (BLOCK, BLOCK) if square else (1, BLOCK), "stochastic" if key else "nearest", key=key
-        )
-        health.active.add(rng, operand, matrix, q)
 
 
 @torch.library.custom_op("nvfp4_train::linear", mutates_args=())
@@ -70,44 +33,37 @@ def linear(
 
     x_amax: fp32 [2] from x's producer (`kernels.amax` of x and its transform), or None: measured here.
     fprop_weight, dgrad_weight: bf16 [out, in], operands prepared once a step (`Linear.prepare_weight`).
-    Returns y bf16 [T, out], and x's column codes [in, T/2], scales [in, T/16] and amax for wgrad (empty when
+    Returns y bf16 [T, out], and x's codes and scales (`formats.saved_shapes`) and amax for the backward pass (empty when
     wgrad.input stays in bf16 or nothing is trained).
     """
     plan = LinearPlan.from_spec(spec)
-    saves = training and "wgrad.input" in plan.quantized
-    quantizes = "fprop.input" in plan.quantized
-    signs = SIGNS if saves and plan.rotates_wgrad else None
-    rows, column_amax = None, x.new_zeros((), dtype=torch.float32)
-    codes, scales = x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8)
-    if saves or quantizes:
-        both = amax(x, signs) if x_amax is None else x_amax
-        column_amax = both[1] if signs else both[0]
-        rows, columns = quantize_rows_and_columns(
-            x,
-            (both[0], None, "operand") if quantizes else None,
-            (column_amax, None, "codes") if saves else None,
-            signs,
-        )
-        column_amax = column_amax.clone()
-        if saves:
-            codes, scales = columns.codes, columns.scales.view(torch.uint8)
-    alpha = _alpha(plan, {"fprop.input": rows.amax if quantizes else None, "fprop.weight": weight_amax})
-    y = scaled_matmul(rows.operand() if quantizes else x, fprop_weight, alpha, torch.bfloat16)
+    quantizes, saves = "fprop.input" in plan.quantized, training and "wgrad.input" in plan.quantized
+    rows = saved = None
+    if quantizes or saves:
+        rows, saved = formats.forward_operands(plan, x, x_amax, quantizes, saves)
+    y = _product(plan, rows or x, (fprop_weight, "fprop.weight", weight_amax), torch.bfloat16)
     if health.active is not None:
         backward = {"wgrad.input": x, "dgrad.weight": weight} if training else {}
         _record(plan, rng, {"fprop.input": x, "fprop.weight": weight, **backward})
-    return y, codes, scales, column_amax
+    if not saves:
+        return (
+            y,
+            x.new_empty(0, dtype=torch.uint8),
+            x.new_empty(0, dtype=torch.uint8),
+            x.new_zeros((), dtype=torch.float32),
+        )
+    amax = x.new_ones((), dtype=torch.float32) if saved.amax is None else saved.amax.clone()
+    return y, *formats.saved_codes(plan, saved), amax
 
 
 @linear.register_fake
 def _(x, x_amax, weight, fprop_weight, dgrad_weight, weight_amax, rng, spec, training):
-    tokens, features = x.shape
-    y = x.new_empty(tokens, weight.shape[0])
-    amax_ = x.new_empty((), dtype=torch.float32)
-    if not (training and "wgrad.input" in LinearPlan.from_spec(spec).quantized):
-        return y, x.new_empty(0, dtype=torch.uint8), x.new_empty(0, dtype=torch.uint8), amax_
-    codes = x.new_empty(tokens // 2, features, dtype=torch.uint8).t()
-    return y, codes, x.new_empty(tokens // BLOCK, features, dtype=torch.uint8).t(), amax_
+    plan = LinearPlan.from_spec(spec)
+    y, amax = x.new_empty(x.shape[0], weight.shape[0]), x.new_empty((), dtype=torch.float32)
+    shapes = (0,), (0,)
+    if training and "wgrad.input" in plan.quantized:
+        shapes = formats.saved_shapes(plan, *x.shape)
+    return y, *(x.new_empty(shape, dtype=torch.uint8) for shape in shapes), amax
 
 
 @torch.library.custom_op("nvfp4_train::linear_backward", mutates_args=())
@@ -123,43 +79,24 @@ def linear_backward(
     spec: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """dx = dy W (bf16 [T, in]) and dW = dy^T x (fp32 [out, in]). dy: bf16 [T, out]; x: bf16 [T, in], or empty
-    when its column codes were saved."""
+    when its codes were saved."""
     plan = LinearPlan.from_spec(spec)
     dy = dy.contiguous()
-    for_dgrad, for_wgrad = "dgrad.grad" in plan.quantized, "wgrad.grad" in plan.quantized
-    signs = SIGNS if plan.rotates_wgrad else None
-    wgrad_operand = _WGRAD_OPERAND.get(dy.device.type, "operand")
-    rows = columns = None
-    if for_dgrad or for_wgrad:
-        both = amax(dy, signs)
-        stochastic = plan.stochastic_gradients
-        rows, columns = quantize_rows_and_columns(
-            dy,
-            (both[0], _key(rng, ROLE_ROWS) if stochastic else None, "operand") if for_dgrad else None,
-            (both[1] if signs else both[0], _key(rng, ROLE_COLUMNS) if stochastic else None, wgrad_operand)
-            if for_wgrad
-            else None,
-            signs,
-        )
-    alpha = _alpha(plan, {"dgrad.grad": rows.amax if for_dgrad else None, "dgrad.weight": weight_amax})
-    dx = scaled_matmul(rows.operand() if for_dgrad else dy, dgrad_weight.t(), alpha, torch.bfloat16)
-    x_columns = None
-    if codes.numel():
-        x_columns = QuantizedTensor(codes, scales.view(torch.float8_e4m3fn), x_amax, (1, BLOCK))
-    alpha = _alpha(
-        plan,
-        {
-            "wgrad.grad": columns.amax if for_wgrad else None,
-            "wgrad.input": x_amax if x_columns is not None else None,
-        },
-    )
-    dtype = torch.float32 if wgrad_operand == "operand_fp32" else torch.bfloat16
-    dw = scaled_matmul(
-        columns.operand(dtype) if for_wgrad else dy.t(),
-        x_columns.operand(dtype) if x_columns is not None else x.t(),
-        alpha,
-        torch.float32,
-    )
+    output = _WGRAD_OPERAND.get(dy.device.type, "operand")
+    dtype = torch.float32 if output == "operand_fp32" else torch.bfloat16
+    if plan.ms_eden:
+        saved = formats.saved_operand(plan, codes, scales, x_amax, torch.bfloat16)
+        dgrad, wgrad = formats.eden_operands(plan, dy, saved, dgrad_weight, weight_amax, rng)
+        dx = _multiply(*dgrad, torch.bfloat16)
+        dw = _multiply(*wgrad, torch.float32, dtype)
+    else:
+        for_dgrad, for_wgrad = "dgrad.grad" in plan.quantized, "wgrad.grad" in plan.quantized
+        rows = columns = None
+        if for_dgrad or for_wgrad:
+            rows, columns = formats.gradient_operands(plan, dy, rng, for_dgrad, for_wgrad, output)
+        dx = _product(plan, rows or dy, (dgrad_weight.t(), "dgrad.weight", weight_amax), torch.bfloat16)
+        right = formats.saved_operand(plan, codes, scales, x_amax, dtype) if codes.numel() else x.t()
+        dw = _multiply(columns or dy.t(), right, torch.float32, dtype)
     if health.active is not None:
         _record(plan, rng, {"dgrad.grad": dy, "wgrad.grad": dy})
     return dx, dw
@@ -171,9 +108,39 @@ def _(dy, x, codes, scales, x_amax, dgrad_weight, weight_amax, rng, spec):
     return dy.new_empty(dy.shape[0], k), dy.new_empty(n, k, dtype=torch.float32)
 
 
-def _alpha(plan: LinearPlan, amaxes: dict[str, torch.Tensor | None]) -> torch.Tensor | None:
-    """Product of the tensor scales of those operands that are quantized; None when none is."""
-    return scale_product([v for operand, v in amaxes.items() if operand in plan.quantized and v is not None])
+def _multiply(
+    a: Quantized | torch.Tensor,
+    b: Quantized | torch.Tensor,
+    out_dtype: torch.dtype,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """a b^T with the tensor scales of those that have one; `dtype`: in which quantized operands are multiplied."""
+    amaxes = [q.amax for q in (a, b) if not isinstance(q, torch.Tensor) and q.amax is not None]
+    left, right = (q if isinstance(q, torch.Tensor) else q.operand(dtype) for q in (a, b))
+    return scaled_matmul(left, right, scale_product(amaxes), out_dtype)
+
+
+def _product(
+    plan: LinearPlan,
+    a: Quantized | torch.Tensor,
+    weight: tuple[torch.Tensor, str, torch.Tensor],
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """a times a prepared weight, transposed: (operand, its name in the plan, amax)."""
+    operand, name, amax = weight
+    amaxes = [a.amax] if not isinstance(a, torch.Tensor) and a.amax is not None else []
+    if name in plan.quantized and plan.has_tensor_scale:
+        amaxes.append(amax)
+    left = a if isinstance(a, torch.Tensor) else a.operand()
+    return scaled_matmul(left, operand, scale_product(amaxes), out_dtype)
+
+
+def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
+    """Tell the active health recorder what quantizing loses. operands: {name: x, dy or the master weight}."""
+    for operand, x in operands.items():
+        # Where a model is sharded its master weights are not here whole: their operands are what is gathered.
+        if operand in plan.quantized and x.untyped_storage().nbytes():
+            health.active.add(rng, operand, *formats.operand_codes(plan, operand, x, rng))
 
 
 def _setup_context(ctx, inputs, output):
@@ -193,29 +160,3 @@ def _backward(ctx, dy, *_):
 
 
 linear.register_autograd(_backward, setup_context=_setup_context)
-
-
-def prepare_weight(weight: torch.Tensor, plan: LinearPlan) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(fprop operand, dgrad operand, amax) of a master weight fp32 [out, in], both bf16 [out, in].
-
-    The codes are those of the weight rounded to bf16, which is what sharded training gathers.
-    """
-
-    w = weight.detach().to(torch.bfloat16)
-    value = amax(w)[0]
-    names = {"fprop.weight", "dgrad.weight"} & plan.quantized
-    square = (
-        quantize(w, (BLOCK, BLOCK), amax=value, output="operand").operand()
-        if plan.square_weights and names
-        else None
-    )
-    fprop = dgrad = w
-    if "fprop.weight" in names:
-        fprop = square if plan.square_weights else quantize(w, amax=value, output="operand").operand()
-    if "dgrad.weight" in names:
-        dgrad = (
-            square
-            if plan.square_weights
-            else quantize(w, transpose=True, amax=value, output="operand").operand().t()
-        )
-    return fprop, dgrad, value.clone()

@@ -18,37 +18,58 @@ from nvfp4_train.config.schema import PhaseConfig, PrecisionConfig, RuleConfig
 from nvfp4_train.errors import ConfigError
 
 OPERANDS = ("fprop.input", "fprop.weight", "dgrad.grad", "dgrad.weight", "wgrad.grad", "wgrad.input")
-QUANTIZED_FORMATS = ("nvfp4", "fp8")
+QUANTIZED_FORMATS = ("nvfp4", "mxfp4", "fp8")
 FORMATS = (*QUANTIZED_FORMATS, "bf16")
+FOUR_OVER_SIX = ("none", "weights", "activations", "all")
+BACKWARDS = ("standard", "ms_eden")
 MAIN_PHASE = PhaseConfig(name="main", start=0.0)
 
 
 @dataclass(frozen=True)
 class LinearPlan:
-    """How one linear layer computes: which operands are quantized (the others are bf16), and how they are rounded."""
+    """How one linear layer computes: which operands are in `format` (the others are bf16), and how they are rounded."""
 
     quantized: frozenset[str] = frozenset()
     stochastic_gradients: bool = True
     hadamard: bool = True
     square_weights: bool = True
+    format: str = "nvfp4"
+    four_over_six: str = "none"
+    backward: str = "standard"
 
     @property
     def rotates_wgrad(self) -> bool:
         """Whether wgrad's operands go through the Hadamard transform: both are quantized, and it is on."""
-        return self.hadamard and {"wgrad.grad", "wgrad.input"} <= self.quantized
+        return self.hadamard and self.format != "fp8" and {"wgrad.grad", "wgrad.input"} <= self.quantized
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether gradients are rounded stochastically; FP8's are rounded to nearest."""
+        return self.stochastic_gradients and self.format != "fp8"
+
+    @property
+    def ms_eden(self) -> bool:
+        """Whether the backward GEMMs' operands are MS-EDEN's."""
+        return self.backward == "ms_eden" and bool(self.quantized)
+
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether operands carry an amax that the product is multiplied with."""
+        return self.format == "nvfp4"
 
     @property
     def spec(self) -> str:
         """The plan as text, for custom operators; `from_spec` is its inverse."""
         flags = (self.stochastic_gradients, self.hadamard, self.square_weights)
-        return ",".join(sorted(self.quantized)) + ";" + "".join("01"[f] for f in flags)
+        words = (self.format, self.four_over_six, self.backward)
+        return ";".join((",".join(sorted(self.quantized)), "".join("01"[f] for f in flags), *words))
 
     @staticmethod
     @functools.cache
     def from_spec(spec: str) -> LinearPlan:
         """Read back `spec`."""
-        operands, flags = spec.split(";")
-        return LinearPlan(frozenset(filter(None, operands.split(","))), *(f == "1" for f in flags))
+        operands, flags, *words = spec.split(";")
+        return LinearPlan(frozenset(filter(None, operands.split(","))), *(f == "1" for f in flags), *words)
 
 
 BF16_PLAN = LinearPlan()
@@ -72,9 +93,10 @@ def block_range(text: str, n_blocks: int) -> range:
 
 
 def default_bf16_blocks(cfg: PrecisionConfig, n_blocks: int) -> tuple[int, int]:
-    """(first, last) blocks kept in BF16: the paper's 2 and 8 of 62, in proportion, unless set."""
-    first = round(2 * n_blocks / 62) if cfg.first_blocks_bf16 is None else cfg.first_blocks_bf16
-    last = max(1, round(8 * n_blocks / 62)) if cfg.last_blocks_bf16 is None else cfg.last_blocks_bf16
+    """(first, last) blocks in BF16: the paper's 2 and 8 of 62 (its FP8 baseline's 1 and 2), in proportion, unless set."""
+    shares = (1, 2) if cfg.name == "fp8" else (2, 8)
+    first = round(shares[0] * n_blocks / 62) if cfg.first_blocks_bf16 is None else cfg.first_blocks_bf16
+    last = max(1, round(shares[1] * n_blocks / 62)) if cfg.last_blocks_bf16 is None else cfg.last_blocks_bf16
     return first, last
 
 
@@ -140,4 +162,20 @@ def plan_for(cfg: PrecisionConfig, module: str, block: int, n_blocks: int, phase
                 if any(fnmatchcase(operand, glob) for glob in rule.operands):
                     formats[operand] = rule.format
     quantized = frozenset(o for o, f in formats.items() if f != "bf16")
-    return LinearPlan(quantized, cfg.stochastic_gradients, cfg.hadamard, cfg.weight_blocks_2d)
+    if not quantized:
+        return BF16_PLAN
+    plan = LinearPlan(
+        quantized,
+        cfg.stochastic_gradients,
+        cfg.hadamard,
+        cfg.weight_blocks_2d,
+        cfg.name,
+        cfg.four_over_six,
+        cfg.backward,
+    )
+    if plan.ms_eden and len(quantized) < len(OPERANDS):
+        raise ConfigError(
+            f"precision.backward=ms_eden needs all six operands of a layer in NVFP4, but precision.rules leave "
+            f"{', '.join(sorted(set(OPERANDS) - quantized))} of {module} in BF16."
+        )
+    return plan

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Iterator
 
 import torch
-from nvfp4_kernels import backend_report
+from nvfp4_kernels import backend_report, gemm_report
 from nvfp4_kernels.native import self_test
 from torch import nn
 
@@ -140,6 +140,7 @@ class PrecisionRuntime:
         elif self.backend in NATIVE:
             kernels = "quantize kernels native; self-test passed"
         else:
+            text = gemm_report(self.counters.device)
             kernels = f"quantize kernels {backend_report(self.counters.device)}"
         return (
             f"{self.cfg.name}: {quantized} of {len(self.linears)} linear layers, phase {self.phase!r}; "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from nvfp4_kernels import backend_report
+from nvfp4_kernels import backend_report, gemm_report
 
 from nvfp4_train import units
 from nvfp4_train.config.blocking import plans
 from nvfp4_train.config.checks import BLOCKS
-from nvfp4_train.config.schema import Config
+from nvfp4_train.config.schema import Config, PrecisionConfig
 from nvfp4_train.data.mixture import describe as mixed
 from nvfp4_train.data.mixture import planned
 from nvfp4_train.errors import ConfigError
@@ -52,7 +52,7 @@ def describe(cfg: Config) -> str:
 
 
 def nvfp4_share(cfg: Config, phase: str) -> float:
-    """Share of the linear layers' FLOPs, forward and backward, whose GEMM has both operands in NVFP4."""
+    """Share of the linear layers' FLOPs, forward and backward, whose GEMM has both operands quantized."""
     layers, n_blocks = linear_layers(cfg.model), len(cfg.model.pattern)
     weights = [layer.out_features * layer.in_features for layer in layers]
     plans = [plan_for(cfg.precision, layer.name, layer.block, n_blocks, phase) for layer in layers]
@@ -102,16 +102,23 @@ def _data(cfg: Config, step_tokens: int) -> str:
 def _precision(cfg: Config) -> dict[str, Rows]:
     """{title: rows}, a table for each phase."""
     precision = cfg.precision
-    if precision.name != "nvfp4":
+    if precision.name not in QUANTIZED_FORMATS:
         return {"precision": [("all", precision.name)]}
+    block = {"nvfp4": 16, "mxfp4": 32, "fp8": 128}[precision.name]
     on = {
-        "stochastic rounding of gradients": precision.stochastic_gradients,
-        "Hadamard transform in weight gradients": precision.hadamard,
-        "16x16 weight blocks": precision.weight_blocks_2d,
+        "stochastic rounding of gradients": precision.stochastic_gradients and precision.name != "fp8",
+        "Hadamard transform in weight gradients": precision.hadamard and precision.name != "fp8",
+        f"{block}x{block} weight blocks": precision.weight_blocks_2d,
     }
+    improvements = [
+        (key, getattr(precision, key))
+        for key in ("four_over_six", "backward")
+        if getattr(precision, key) != getattr(PrecisionConfig, key)
+    ]
     common = [
         ("always BF16/FP32", "embeddings, norms, convolution, scan, attention scores, head"),
         ("recipe", ", ".join(name if used else f"no {name}" for name, used in on.items())),
+        *improvements,
     ]
     phases = phases_of(precision)
     if len(phases) == 1:
@@ -128,7 +135,7 @@ def _phase(cfg: Config, phase: str) -> Rows:
     of_model = share * linear_flops / flops_per_token(cfg.model, cfg.training.seq_len)
     flops = f"{100 * share:.1f} % of the linear layers' FLOPs, {100 * of_model:.1f} % of the model's"
     return [
-        ("in NVFP4", flops),
+        (f"in {cfg.precision.name.upper()}", flops),
         *((kind, f"blocks {_ranges(blocks)}") for kind, blocks in _other_blocks(cfg, phase)),
     ]
 
@@ -179,11 +186,12 @@ def _gemm(cfg: Config, device: str) -> str:
         backend, why = choose(cfg.precision, this_machine(device), [plan for _, plan in plans(cfg)])
     except ConfigError as error:
         return str(error)
-    return f"{backend} ({BACKENDS[backend].text}; {why})"
+    text = gemm_report(device) if backend == "emulated" else BACKENDS[backend].text
+    return f"{backend} ({text}; {why})"
 
 
 def _other_blocks(cfg: Config, phase: str) -> list[tuple[str, list[int]]]:
-    """The blocks that are not all NVFP4: all BF16, or with operands in either format."""
+    """The blocks that are not all quantized: all BF16, or with operands in either format."""
     n_blocks = len(cfg.model.pattern)
     quantized: dict[int, list[int]] = {block: [] for block in range(n_blocks)}
     for layer in linear_layers(cfg.model):
@@ -193,7 +201,7 @@ def _other_blocks(cfg: Config, phase: str) -> list[tuple[str, list[int]]]:
     mixed = [
         block for block, operands in quantized.items() if any(operands) and min(operands) < len(OPERANDS)
     ]
-    return [(kind, blocks) for kind, blocks in (("in BF16", bf16), ("partly in NVFP4", mixed)) if blocks]
+    return [(kind, blocks) for kind, blocks in (("in BF16", bf16), ("partly quantized", mixed)) if blocks]
 
 
 def _nvfp4_gemms(plan: LinearPlan) -> int:

@@ -30,7 +30,7 @@ from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import fill_
 from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, plan_for
-from nvfp4_train.precision.recipe import phase_at
+from nvfp4_train.precision.recipe import BF16_PLAN, phase_at
 from nvfp4_train.training.machine import resolve_device
 from nvfp4_train.training.memory import compute_dtype
 
@@ -122,10 +122,15 @@ def inference_plans(opened: OpenedModel) -> dict[str, LinearPlan]:
         layer.name: plan_for(cfg.precision, layer.name, layer.block, n_blocks, phase)
         for layer in linear_layers(cfg.model)
     }
+    plans = {name: plan if plan.format == "nvfp4" else BF16_PLAN for name, plan in plans.items()}
     if not any("fprop.weight" in plan.quantized for plan in plans.values()):
         raise ConfigError(
             f"run={opened.path} has no weight in NVFP4 (precision {cfg.precision.name}, phase {phase!r}), so there are "
             "no codes to write: use format=hf, or a checkpoint from a phase in NVFP4."
+        )
+    if any(plan.four_over_six in ("weights", "all") for plan in plans.values()):
+        raise ConfigError(
+            f"run={opened.path} scales weights four over six, whose codes can't be exported yet: use format=hf."
         )
     return plans
 

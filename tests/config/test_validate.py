@@ -89,7 +89,10 @@ def test_every_option_is_valid(group):
         ),
         ({"precision.last_blocks_bf16": 7}, r"none of the 7 blocks in NVFP4.*last_blocks_bf16"),
         ({"precision.last_blocks_bf16": -1}, r"precision\.last_blocks_bf16=-1 must be at least 0"),
-        ({"precision.rules": [RuleConfig(format="fp8")]}, r"format='fp8' is not one of nvfp4, bf16"),
+        (
+            {"precision.rules": [RuleConfig(format="int4")]},
+            r"format='int4' is not one of nvfp4, mxfp4, fp8, bf16",
+        ),
         (
             {"precision.rules": [RuleConfig(format="bf16", modules="*.q_proj")]},
             r"'\*\.q_proj' matches no linear layer.*in_proj",
@@ -100,7 +103,15 @@ def test_every_option_is_valid(group):
         ),
         ({"precision.phases": [PhaseConfig(name="tail", start=0.9)]}, r"starts=\[0\.9\] must begin with 0"),
         ({"precision.backend": "te"}, r"precision\.backend='te' is unknown: choose auto, emulated"),
-        ({"precision.name": "int4"}, r"precision\.name='int4' is unknown: choose nvfp4, bf16, fp32"),
+        (
+            {"precision.name": "int4"},
+            r"precision\.name='int4' is unknown: choose nvfp4, mxfp4, fp8, bf16, fp32",
+        ),
+        ({"precision.backward": "sr"}, r"precision\.backward='sr' is unknown: choose standard, ms_eden"),
+        (
+            {"precision.name": "fp8", "precision.four_over_six": "all"},
+            r"four_over_six=all is NVFP4's, but precision=fp8: leave it at none",
+        ),
         ({"model.vocab_size": 0}, r"model\.vocab_size=0 must be at least 1"),
         ({"model.conv_kernel": 0}, r"model\.conv_kernel=0 must be at least 1"),
         ({"model.norm_eps": 0.0}, r"model\.norm_eps=0 must be a positive number"),

@@ -89,7 +89,7 @@ def test_the_backend_follows_from_what_is_asked_and_what_is_there(cfg, machine, 
             Machine("A100", (8, 0), (13, 0), None, **TE),
             "8.9 or higher",
         ),
-        (precision("fp8", "triton"), BLACKWELL, "does not do precision=fp8: set it to te"),
+        (precision("fp8", "triton"), BLACKWELL, "does not do precision=fp8: set it to emulated or te"),
         (
             precision(backend="triton"),
             replace(BLACKWELL, processes=8),
@@ -163,6 +163,7 @@ def test_delayed_scaling_and_recomputed_blocks_exclude_each_other(tmp_path):
         *WORDS,
         f"run_dir={tmp_path}",
         "precision=fp8",
+        "precision.backend=te",
         "precision.te_recipe=delayed",
         "training.recompute=block",
     ]

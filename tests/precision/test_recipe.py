@@ -91,7 +91,7 @@ def test_bad_block_ranges_are_named(text):
 @pytest.mark.parametrize(
     ("cfg", "message"),
     [
-        (nvfp4(rules=[RuleConfig(format="int4")]), "format='int4' is not one of nvfp4, fp8, bf16"),
+        (nvfp4(rules=[RuleConfig(format="int4")]), "format='int4' is not one of nvfp4, mxfp4, fp8, bf16"),
         (
             nvfp4(rules=[RuleConfig(format="bf16", operands=["backward"])]),
             "'backward' matches none of fprop.input",

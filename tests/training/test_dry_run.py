@@ -87,7 +87,7 @@ def test_share_of_flops_by_phase_and_operand(cfg):
     assert dry_run.nvfp4_share(cfg, "end") == 0
     main, tail, end = re.split(r"precision from .*\n", dry_run.describe(cfg))[1:]
     assert "blocks 0, 4" in rows(main)["in BF16"]
-    assert "blocks 1-3" in rows(tail)["partly in NVFP4"]
+    assert "blocks 1-3" in rows(tail)["partly quantized"]
     assert "blocks 0-4" in rows(end)["in BF16"]
 
 

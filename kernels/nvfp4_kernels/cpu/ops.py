@@ -132,3 +132,53 @@ def expand_columns(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
         _pointer(out),
     )
     return out
+
+
+def _output(output: str) -> int:
+    return {"operand": 0, "operand_fp32": 1, "codes": CODES}[output]
+
+
+def _is_e4m3(fmt) -> bool:
+    return fmt.name == "fp8"
+
+
+def quantize_blocks(x: torch.Tensor, fmt, block: tuple[int, int], key, rotate: bool, output: str):
+    """MXFP4 or FP8 of x, contiguous [rows, cols], in blocks of `block` elements of x (a transform is done already).
+
+    -> (operand,) or (codes, scales) in x's layout; E2M1 codes are paired along the blocks' longer side.
+    """
+    rows, cols = x.shape
+    pair = (1, 1) if _is_e4m3(fmt) else (1, 2) if block[0] == 1 or block[0] == block[1] else (2, 1)
+    scales = None
+    if output == "codes":
+        out = torch.empty(rows // pair[0], cols // pair[1], dtype=torch.uint8)
+        scales = torch.empty(-(-rows // block[0]), -(-cols // block[1]), dtype=torch.uint8)
+    else:
+        out = torch.empty(rows, cols, dtype=torch.float32 if output == "operand_fp32" else torch.bfloat16)
+    words = None if key is None else key.words("cpu")
+    load()[0].nvfp4_quantize_blocks(
+        _pointer(x), DTYPES[x.dtype], *map(ctypes.c_int64, (rows, cols, *block)), int(_is_e4m3(fmt)), fmt.round_up,
+        fmt.offset, fmt.least, None if words is None else _pointer(words), ctypes.c_int64(_output(output)), _pointer(out),
+        None if scales is None else _pointer(scales),
+    )  # fmt: skip
+    return (out,) if scales is None else (out, scales)
+
+
+def expand_blocks(codes: torch.Tensor, scales: torch.Tensor, fmt, dtype: torch.dtype) -> torch.Tensor:
+    """Column codes and scales of MXFP4 or FP8, contiguous -> operand [rows, cols] in `dtype`."""
+    rows, cols = codes.shape[0] * (1 if _is_e4m3(fmt) else 2), codes.shape[1]
+    out = torch.empty(rows, cols, dtype=dtype)
+    load()[0].nvfp4_expand_blocks(
+        _pointer(codes.contiguous()), _pointer(scales.contiguous()), *map(ctypes.c_int64, (rows, cols, fmt.block)),
+        int(_is_e4m3(fmt)), ctypes.c_int64(OPERANDS[dtype]), _pointer(out),
+    )  # fmt: skip
+    return out
+
+
+def hadamard32_columns(x: torch.Tensor, signs: tuple[int, ...]) -> torch.Tensor:
+    """The 32-point transform along x's rows. x: bf16, contiguous [rows, cols], rows % 32 == 0."""
+    out = torch.empty_like(x)
+    load()[0].nvfp4_hadamard32(
+        _pointer(x), ctypes.c_int64(x.shape[0]), ctypes.c_int64(x.shape[1]), (ctypes.c_float * 32)(*signs), _pointer(out)
+    )  # fmt: skip
+    return out

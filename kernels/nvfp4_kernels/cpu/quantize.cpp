@@ -178,6 +178,25 @@ static inline void philox(u32x16 c[4], uint32_t k0, uint32_t k1) {
 }
 static inline u32x16 iota() { return u32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
+// The random bytes of 16 rows' block at col, four rows a vector; key: six words, see random_bits.py.
+static inline void row_words(const int64_t* k, int64_t row, int64_t col, u32x16 words[4]) {
+  u32x16 c[4] = {u32x16{} + (uint32_t)(k[5] + col / 16), iota() + (uint32_t)(k[4] + row),
+                 u32x16{} + (uint32_t)k[2], u32x16{} + (uint32_t)k[3]};
+  philox(c, (uint32_t)k[0], (uint32_t)k[1]);
+  const i32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
+  const i32x16 first = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23}, second = first + 8;
+  u32x16 a = __builtin_shuffle(c[0], c[1], low), b = __builtin_shuffle(c[2], c[3], low);
+  u32x16 d = __builtin_shuffle(c[0], c[1], high), e = __builtin_shuffle(c[2], c[3], high);
+  words[0] = __builtin_shuffle(a, b, first); words[1] = __builtin_shuffle(a, b, second);
+  words[2] = __builtin_shuffle(d, e, first); words[3] = __builtin_shuffle(d, e, second);
+}
+// The random words of 16 channels' block of 16 tokens: token i takes byte i % 4 of word i / 4.
+static inline void column_words(const int64_t* k, int64_t row, int64_t col, u32x16 c[4]) {
+  c[0] = u32x16{} + (uint32_t)(k[5] + row / 16); c[1] = iota() + (uint32_t)(k[4] + col);
+  c[2] = u32x16{} + (uint32_t)k[2]; c[3] = u32x16{} + (uint32_t)k[3];
+  philox(c, (uint32_t)k[0], (uint32_t)k[1]);
+}
+
 // Up to 16 rows of one block column, row-wise. `index` addresses element (row, col) of x.
 template <typename T>
 static void rows_tile(const T* x, int64_t cols, int64_t row, int64_t col, int height, const Half& h, TensorScale t) {
@@ -191,19 +210,8 @@ static void rows_tile(const T* x, int64_t cols, int64_t row, int64_t col, int he
   f32x16 scales = block_scale(block_amax, t), encodes = encode_factor(scales, t);
   float scale[16], encode[16];
   memcpy(scale, &scales, 64); memcpy(encode, &encodes, 64);
-  u32x16 words[4];  // four rows each
-  if (h.stochastic) {
-    const int64_t* k = h.key;
-    u32x16 c[4] = {u32x16{} + (uint32_t)(k[5] + col / 16), iota() + (uint32_t)(k[4] + row),
-                   u32x16{} + (uint32_t)k[2], u32x16{} + (uint32_t)k[3]};
-    philox(c, (uint32_t)k[0], (uint32_t)k[1]);
-    const i32x16 low = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23}, high = low + 8;
-    const i32x16 first = {0, 1, 16, 17, 2, 3, 18, 19, 4, 5, 20, 21, 6, 7, 22, 23}, second = first + 8;
-    u32x16 a = __builtin_shuffle(c[0], c[1], low), b = __builtin_shuffle(c[2], c[3], low);
-    u32x16 d = __builtin_shuffle(c[0], c[1], high), e = __builtin_shuffle(c[2], c[3], high);
-    words[0] = __builtin_shuffle(a, b, first); words[1] = __builtin_shuffle(a, b, second);
-    words[2] = __builtin_shuffle(d, e, first); words[3] = __builtin_shuffle(d, e, second);
-  }
+  u32x16 words[4];
+  if (h.stochastic) row_words(h.key, row, col, words);
   u8x16 bytes_of_scale = scale_bytes(scales);
   for (int r = 0; r < height; r++) {
     f32x16 random;
@@ -253,12 +261,7 @@ static void columns_tile(const T* x, int64_t cols, int64_t row, int64_t col, con
   for (int r = 0; r < 16; r++) bits = imax(bits, as_i(v[r]) & 0x7fffffff);
   f32x16 scale = block_scale(as_f(bits), t), encode = encode_factor(scale, t);
   u32x16 c[4];
-  if (h.stochastic) {
-    const int64_t* k = h.key;
-    c[0] = u32x16{} + (uint32_t)(k[5] + row / 16); c[1] = iota() + (uint32_t)(k[4] + col);
-    c[2] = u32x16{} + (uint32_t)k[2]; c[3] = u32x16{} + (uint32_t)k[3];
-    philox(c, (uint32_t)k[0], (uint32_t)k[1]);
-  }
+  if (h.stochastic) column_words(h.key, row, col, c);
   u32x16 low{};
   for (int r = 0; r < 16; r++) {
     f32x16 random;
@@ -362,6 +365,143 @@ static inline f32x16 element_value(i32x16 c) {
   return __builtin_shuffle(values, c);  // takes the index modulo 16
 }
 
+// ---- MXFP4 and blockwise FP8 (blockscaled.py): power-of-two scales, any of the blocks 1 x n, n x 1, n x n ----
+
+struct PowerOfTwo { int32_t round_up, offset, least; };  // see BlockFormat in blockscaled.py
+enum Element { E2M1 = 0, E4M3 = 1 };
+
+static inline i32x16 scale_code(i32x16 amax_bits, PowerOfTwo f) {
+  i32x16 code = imax(((amax_bits + f.round_up) >> 23) - f.offset, i32x16{} + f.least);
+  return amax_bits >= 0x7f800000 ? i32x16{} + 255 : code;
+}
+static inline f32x16 scale_of(i32x16 code) { return as_f(code == 255 ? i32x16{} + 0x7fc00000 : code << 23); }
+static inline f32x16 inverse_of(i32x16 code) { return as_f(((254 - code) & 255) << 23); }
+
+template <int element>
+static inline f32x16 round_element(f32x16 v, f32x16 inverse, const f32x16* bytes, i32x16* sign) {
+  if (element == E2M1) return quantize(v, inverse, bytes, sign);
+  f32x16 y = v * inverse, a = vabs(y);
+  *sign = as_i(y) & (int32_t)0x80000000;
+  i32x16 e = imax((as_i(a) >> 23) & 255, i32x16{} + 121);
+  f32x16 magic = as_f((e - 3) << 23) * 12582912.0f;
+  return (a + magic) - magic;
+}
+
+// One vector of 16 elements of a row: operand, or codes when its pairs lie along the row.
+template <int element>
+static inline void store_row(void* out, int64_t output, int64_t index, f32x16 q, i32x16 sign, f32x16 scale) {
+  if (output != CODES) { store_operand(out, index, operand(q, sign, scale), output); return; }
+  if (element == E2M1) { store_codes((uint8_t*)out + index / 2, code(q, sign)); return; }
+  u8x16 b = scale_bytes(q) | __builtin_convertvector((u32x16)sign >> 24, u8x16);
+  memcpy((uint8_t*)out + index, &b, 16);
+}
+
+template <typename T, int element>
+static void blocks_in_rows(const T* x, int64_t rows, int64_t cols, int64_t n, PowerOfTwo f, const int64_t* key, int64_t output, void* out, uint8_t* scales) {
+  int64_t across = (cols + n - 1) / n;
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < rows; row += 16)
+    for (int64_t b = 0; b < across; b++) {
+      int height = rows - row < 16 ? (int)(rows - row) : 16;
+      int64_t end = (b + 1) * n < cols ? (b + 1) * n : cols;
+      i32x16 bits[16] = {};
+      for (int r = 0; r < height; r++)
+        for (int64_t col = b * n; col < end; col += 16) bits[r] = imax(bits[r], as_i(load(x + (row + r) * cols + col)) & 0x7fffffff);
+      i32x16 codes = scale_code(reduce_rows(bits), f);
+      f32x16 scale = scale_of(codes), inverse = inverse_of(codes);
+      if (output == CODES) for (int r = 0; r < height; r++) scales[(row + r) * across + b] = (uint8_t)codes[r];
+      for (int64_t col = b * n; col < end; col += 16) {
+        u32x16 words[4];
+        if (key) row_words(key, row, col, words);
+        for (int r = 0; r < height; r++) {
+          f32x16 random;
+          if (key) { u8x16 w; memcpy(&w, (char*)words + 16 * r, 16); random = __builtin_convertvector(w, f32x16); }
+          i32x16 sign;
+          f32x16 q = round_element<element>(load(x + (row + r) * cols + col), splat(inverse[r]), key ? &random : nullptr, &sign);
+          store_row<element>(out, output, (row + r) * cols + col, q, sign, splat(scale[r]));
+        }
+      }
+    }
+}
+
+template <typename T, int element>
+static void blocks_in_columns(const T* x, int64_t rows, int64_t cols, int64_t n, PowerOfTwo f, const int64_t* key, int64_t output, void* out, uint8_t* scales) {
+#pragma omp parallel for schedule(static)
+  for (int64_t top = 0; top < rows; top += n)
+    for (int64_t col = 0; col < cols; col += 16) {
+      int64_t end = top + n < rows ? top + n : rows;
+      i32x16 bits{};
+      for (int64_t r = top; r < end; r++) bits = imax(bits, as_i(load(x + r * cols + col)) & 0x7fffffff);
+      i32x16 codes = scale_code(bits, f);
+      f32x16 scale = scale_of(codes), inverse = inverse_of(codes);
+      if (output == CODES) {
+        u8x16 b = __builtin_convertvector((u32x16)codes, u8x16);
+        memcpy(scales + top / n * cols + col, &b, 16);
+      }
+      u32x16 c[4], low{};
+      for (int64_t r = top; r < end; r++) {
+        if (key && r % 16 == 0) column_words(key, r, col, c);
+        f32x16 random;
+        if (key) random = __builtin_convertvector((i32x16)((c[r % 16 / 4] >> (8 * (r % 4))) & 255u), f32x16);
+        i32x16 sign;
+        f32x16 q = round_element<element>(load(x + r * cols + col), inverse, key ? &random : nullptr, &sign);
+        if (output != CODES || element == E4M3) { store_row<element>(out, output, r * cols + col, q, sign, scale); continue; }
+        u32x16 k = (u32x16)code(q, sign);
+        if (r % 2 == 0) { low = k; continue; }
+        u8x16 packed = __builtin_convertvector(low | (k << 4), u8x16);
+        memcpy((uint8_t*)out + r / 2 * cols + col, &packed, 16);
+      }
+    }
+}
+
+template <typename T, int element>
+static void square_blocks(const T* x, int64_t rows, int64_t cols, int64_t n, PowerOfTwo f, int64_t output, void* out, uint8_t* scales) {
+  int64_t across = (cols + n - 1) / n;
+#pragma omp parallel for schedule(static)
+  for (int64_t top = 0; top < rows; top += n)
+    for (int64_t b = 0; b < across; b++) {
+      int64_t bottom = top + n < rows ? top + n : rows, end = (b + 1) * n < cols ? (b + 1) * n : cols;
+      i32x16 bits{};
+      for (int64_t r = top; r < bottom; r++)
+        for (int64_t col = b * n; col < end; col += 16) bits = imax(bits, as_i(load(x + r * cols + col)) & 0x7fffffff);
+      i32x16 codes = scale_code(i32x16{} + reduce_bits(bits), f);
+      f32x16 scale = scale_of(codes), inverse = inverse_of(codes);
+      if (output == CODES) scales[top / n * across + b] = (uint8_t)codes[0];
+      for (int64_t r = top; r < bottom; r++)
+        for (int64_t col = b * n; col < end; col += 16) {
+          i32x16 sign;
+          f32x16 q = round_element<element>(load(x + r * cols + col), inverse, nullptr, &sign);
+          store_row<element>(out, output, r * cols + col, q, sign, scale);
+        }
+    }
+}
+
+template <typename T, int element>
+static void quantize_blocks(const T* x, int64_t rows, int64_t cols, int64_t height, int64_t width, PowerOfTwo f, const int64_t* key, int64_t output, void* out, uint8_t* scales) {
+  if (height == 1) blocks_in_rows<T, element>(x, rows, cols, width, f, key, output, out, scales);
+  else if (width == 1) blocks_in_columns<T, element>(x, rows, cols, height, f, key, output, out, scales);
+  else square_blocks<T, element>(x, rows, cols, height, f, output, out, scales);
+}
+
+template <int element>
+static void expand_blocks(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols, int64_t n, int64_t output, void* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t top = 0; top < rows; top += n)
+    for (int64_t col = 0; col < cols; col += 16) {
+      int64_t end = top + n < rows ? top + n : rows;
+      u8x16 b; memcpy(&b, scales + top / n * cols + col, 16);
+      f32x16 scale = scale_of((i32x16)__builtin_convertvector(b, u32x16));
+      for (int64_t r = top; r < end; r++) {
+        u8x16 p; memcpy(&p, codes + (element == E2M1 ? r / 2 : r) * cols + col, 16);
+        i32x16 c = (i32x16)__builtin_convertvector(p, u32x16);
+        f32x16 v;
+        if (element == E2M1) v = element_value(r % 2 ? c >> 4 : c);
+        else { f32x16 m = scale_value(p); v = as_f(as_i(m) | ((c & 128) << 24)); }
+        store_operand(out, r * cols + col, v * scale, output);
+      }
+    }
+}
+
 extern "C" {
 
 // dtype: 0 bf16, 1 fp32. signs: 16 floats of the Hadamard transform, null where none is wanted.
@@ -393,6 +533,39 @@ void nvfp4_expand_columns(const uint8_t* codes, const uint8_t* scales, int64_t r
         store_operand(operand, (row + r) * cols + col, element_value(c) * scale, output);
         store_operand(operand, (row + r + 1) * cols + col, element_value(c >> 4) * scale, output);
       }
+    }
+}
+
+// Blocks of height x width, one of them 1, or both n. Layouts as x's; scales [rows / height, cols / width], rounded up.
+void nvfp4_quantize_blocks(const void* x, int dtype, int64_t rows, int64_t cols, int64_t height, int64_t width, int element,
+                           int32_t round_up, int32_t offset, int32_t least, const int64_t* key, int64_t output, void* out, uint8_t* scales) {
+  PowerOfTwo f{round_up, offset, least};
+  if (dtype == 0 && element == E2M1) quantize_blocks<uint16_t, E2M1>((const uint16_t*)x, rows, cols, height, width, f, key, output, out, scales);
+  else if (dtype == 0) quantize_blocks<uint16_t, E4M3>((const uint16_t*)x, rows, cols, height, width, f, key, output, out, scales);
+  else if (element == E2M1) quantize_blocks<float, E2M1>((const float*)x, rows, cols, height, width, f, key, output, out, scales);
+  else quantize_blocks<float, E4M3>((const float*)x, rows, cols, height, width, f, key, output, out, scales);
+}
+
+// Column codes and scales [rows / n, cols] -> operand [rows, cols].
+void nvfp4_expand_blocks(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t cols, int64_t n, int element, int64_t output, void* out) {
+  if (element == E2M1) expand_blocks<E2M1>(codes, scales, rows, cols, n, output, out);
+  else expand_blocks<E4M3>(codes, scales, rows, cols, n, output, out);
+}
+
+// The 32-point transform of each 32 rows of a column; rows % 32 == 0, cols % 16 == 0; x, out: bf16 [rows, cols].
+void nvfp4_hadamard32(const uint16_t* x, int64_t rows, int64_t cols, const float* signs, uint16_t* out) {
+#pragma omp parallel for schedule(static)
+  for (int64_t top = 0; top < rows; top += 32)
+    for (int64_t col = 0; col < cols; col += 16) {
+      f32x16 v[32];
+      for (int i = 0; i < 32; i++) v[i] = load(x + (top + i) * cols + col) * signs[i];
+      for (int s = 1; s < 32; s *= 2)
+        for (int i = 0; i < 32; i++)
+          if (!(i & s)) {
+            f32x16 a = v[i], b = v[i + s];
+            v[i] = a + b; v[i + s] = a - b;
+          }
+      for (int i = 0; i < 32; i++) store_operand(out, (top + i) * cols + col, round_to_bf16(v[i] * 0.17677669529663687f), OPERAND_BF16);
     }
 }
 
