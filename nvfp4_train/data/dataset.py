@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +91,6 @@ class Dataset:
         self.path = path
         self.manifest = read_manifest(path)
         self.tokenizer = Tokenizer(_read_tokenizer(path, self.manifest["tokenizer"]))
-        self.hash = _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
         self._files = OpenFiles()
         self._readers = {
             split: [
@@ -98,9 +100,13 @@ class Dataset:
             for split in SPLITS
         }
         self._starts = {
-            split: np.cumsum([0] + [reader.shard.tokens for reader in readers])
+            split: list(accumulate((reader.shard.tokens for reader in readers), initial=0))
             for split, readers in self._readers.items()
         }
+
+    @cached_property
+    def hash(self) -> str:
+        return _checksum({key: self.manifest[key] for key in ("tokenizer", "splits")})
 
     def n_tokens(self, split: str) -> int:
         """Length of the split's stream, eos included."""
@@ -154,9 +160,9 @@ class Dataset:
     def _shards_with(self, split: str, start: int, stop: int) -> Iterator[tuple[ShardReader, int, int, int]]:
         """The shards that hold [start, stop) of the stream: reader, where it begins, and the part [first, last) of it."""
         starts = self._starts[split]
-        i = int(np.searchsorted(starts, start, side="right")) - 1
+        i = bisect_right(starts, start) - 1
         while start < stop:
-            offset, end = int(starts[i]), min(stop, int(starts[i + 1]))
+            offset, end = starts[i], min(stop, starts[i + 1])
             yield self._readers[split][i], offset, start - offset, end - offset
             start, i = end, i + 1
 

@@ -49,6 +49,7 @@ class Sampler:
             packing(dataset, SPLIT, seq_len) if dataset else None for dataset in self._datasets
         ]
         self._counts = np.array([s.count if s else 1 for s in self._sequences], dtype=np.uint64)
+        self._gone = {i for i, dataset in enumerate(self._datasets) if dataset is None}
         self._eos_id = corpora.tokenizer.eos_id
         self._block = lru_cache(8)(self._locate_block)
 
@@ -85,12 +86,11 @@ class Sampler:
         Raises DataError for a step that was drawn from a corpus that data.corpora no longer has.
         """
         corpora, _, numbers = self.sequences(step, start, count)
-        for corpus in np.unique(corpora).tolist():
-            if self._datasets[corpus] is None:
-                name = self._draw.names[corpus]
-                raise DataError(
-                    f"step {step} was drawn from {name}: give data.corpora.{name} back to read it again."
-                )
+        for corpus in self._gone.intersection(corpora.tolist()):
+            name = self._draw.names[corpus]
+            raise DataError(
+                f"step {step} was drawn from {name}: give data.corpora.{name} back to read it again."
+            )
         return [
             (self._datasets[corpus], self._sequences[corpus].spans(number))
             for corpus, number in zip(corpora.tolist(), numbers.tolist(), strict=True)

@@ -84,12 +84,12 @@ def pack(starts: np.ndarray, ends: np.ndarray, bins: int, size: int) -> list[lis
     finds no room whole is cut, and so is the longest where there are fewer spans than bins: none stays empty.
     There must be at least `bins` and at most `bins` x `size` tokens.
     """
-    spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
-    spans.sort(key=lambda span: span[0] - span[1])
+    order = np.argsort(starts - ends, kind="stable")
+    spans = list(zip(starts[order].tolist(), ends[order].tolist(), strict=True))
     while len(spans) < bins:
         start, end = spans.pop(0)
-        spans += [(start, (start + end) // 2), ((start + end) // 2, end)]
-        spans.sort(key=lambda span: span[0] - span[1])
+        halves = [(start, (start + end) // 2), ((start + end) // 2, end)]
+        spans = sorted([*spans, *halves], key=lambda span: span[0] - span[1])
     heap = [(0, place) for place in range(bins)]
     out: list[list[tuple[int, int]]] = [[] for _ in range(bins)]
     homeless = []

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -28,6 +28,7 @@ SHARD_TOKENS = 1 << 28  # a shard is closed by the document that takes it past t
 TOKENS_MAGIC, INDEX_MAGIC = b"nvfp4tok", b"nvfp4idx"
 HEADER_BYTES = 16
 ENTRY_BYTES = 16
+INDEX_BLOCK = 512  # entries that are read at once
 _CHECKED = 1 << 20  # tokens or entries that are looked at together
 _INDEX_DTYPE = np.dtype("<i8")
 
@@ -185,7 +186,7 @@ class OpenFiles:
         # Whoever reads holds the file object: one that is dropped here is closed after the last read from it.
         self._open = lru_cache(limit)(lambda path: open(path, "rb", buffering=0))  # noqa: SIM115
 
-    def read(self, path: Path, offset: int, size: int) -> bytes:
+    def read(self, path: str, offset: int, size: int) -> bytes:
         """Bytes [offset, offset + size). Raises DataError naming the file when they can't be read."""
         try:
             file = self._open(path)
@@ -195,9 +196,11 @@ class OpenFiles:
             ):
                 data += more  # one read returns at most 2 GiB
         except OSError as error:
-            raise DataError(f"{path} can't be read ({error.strerror}): {again(path.parent)}.") from error
+            raise DataError(
+                f"{path} can't be read ({error.strerror}): {again(Path(path).parent)}."
+            ) from error
         if len(data) < size:
-            raise DataError(f"{path} was truncated while it was in use: {again(path.parent)}.")
+            raise DataError(f"{path} was truncated while it was in use: {again(Path(path).parent)}.")
         return data
 
 
@@ -206,15 +209,24 @@ class ShardReader:
 
     def __init__(self, folder: Path, shard: Shard, vocab_size: int, files: OpenFiles | None = None) -> None:
         self.shard = shard
-        self.tokens_path, self.index_path = folder / shard.tokens_file, folder / shard.index_file
+        # As text: a corpus may have 100,000 files, and joining paths takes longer than looking at them.
+        self._tokens_path, self._index_path = f"{folder}/{shard.tokens_file}", f"{folder}/{shard.index_file}"
         self._vocab_size = vocab_size
         self._dtype = token_dtype(vocab_size)
         self._files = files or OpenFiles()
 
+    @property
+    def tokens_path(self) -> Path:
+        return Path(self._tokens_path)
+
+    @property
+    def index_path(self) -> Path:
+        return Path(self._index_path)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of the shard as they are stored. Raises DataError for an id beyond the vocabulary."""
         size = self._dtype.itemsize
-        data = self._files.read(self.tokens_path, HEADER_BYTES + size * start, size * (stop - start))
+        data = self._files.read(self._tokens_path, HEADER_BYTES + size * start, size * (stop - start))
         tokens = np.frombuffer(data, self._dtype)
         if tokens.size and tokens.max() >= self._vocab_size:
             raise DataError(
@@ -224,25 +236,31 @@ class ShardReader:
         return tokens
 
     def document_spans(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Where the documents that have tokens in [start, stop) begin and end in the shard, int64."""
-        others = range(self.shard.documents - 1)  # where none of these is it, it is the last document
-        first = bisect_right(others, start, key=self._end)
-        last = bisect_left(others, stop, lo=first, key=self._end)
-        ends = self._ends(first, last + 1)
-        begins = np.concatenate([[self._end(first - 1) if first else 0], ends[:-1]])
-        if not (begins < ends).all() or not begins[0] <= start or not stop <= ends[-1] <= self.shard.tokens:
-            raise DataError(
-                f"{self.index_path} is damaged (ends of documents out of order): {again(self.index_path.parent)}."
-            )
-        return begins, ends
+        """Where the documents that have tokens in [start, stop) begin and end in the shard, int64.
 
-    def _end(self, document: int) -> int:
-        return int(self._ends(document, document + 1)[0])
+        Raises DataError for an index that is out of order there.
+        """
+        # The block of the index that holds the first of them, found by the ends of the blocks before it.
+        before = range((self.shard.documents - 1) // INDEX_BLOCK)
+        block = bisect_right(before, start, key=lambda i: self._ends((i + 1) * INDEX_BLOCK - 1, 1)[0])
+        at = block * INDEX_BLOCK
+        parts = [self._ends(at - 1, 1) if at else np.zeros(1, np.int64)]
+        while at < self.shard.documents and parts[-1][-1] < stop:
+            parts.append(self._ends(at, min(INDEX_BLOCK, self.shard.documents - at)))
+            at += len(parts[-1])
+        borders = np.concatenate(parts)
+        first = max(1, int(np.searchsorted(borders, start, side="right")))
+        last = int(np.searchsorted(borders, stop, side="left"))
+        borders = borders[first - 1 : last + 1]
+        in_order = (borders[1:] > borders[:-1]).all()
+        if not in_order or not borders[0] <= start < stop <= borders[-1] <= self.shard.tokens:
+            raise self._wrong_index()
+        return borders[:-1], borders[1:]
 
-    def _ends(self, first: int, stop: int) -> np.ndarray:
-        offset = HEADER_BYTES + ENTRY_BYTES * first
-        data = self._files.read(self.index_path, offset, ENTRY_BYTES * (stop - first))
-        return np.frombuffer(data, _INDEX_DTYPE).reshape(-1, 2)[:, 0]
+    def _ends(self, first: int, count: int) -> np.ndarray:
+        """Where the documents [first, first + count) end in the shard, int64."""
+        data = self._files.read(self._index_path, HEADER_BYTES + ENTRY_BYTES * first, ENTRY_BYTES * count)
+        return np.frombuffer(data, _INDEX_DTYPE)[::2]
 
     def index(self) -> np.ndarray:
         """int64 [documents, 2], memory-mapped: where each document ends in the shard, and the bytes of its text."""
@@ -256,8 +274,8 @@ class ShardReader:
     def check(self) -> None:
         """Sizes and headers. Raises DataError naming the file."""
         token_bytes = self._dtype.itemsize
-        _check_file(self.tokens_path, TOKENS_MAGIC, token_bytes, self.shard.tokens)
-        _check_file(self.index_path, INDEX_MAGIC, ENTRY_BYTES, self.shard.documents)
+        _check_file(self._tokens_path, TOKENS_MAGIC, token_bytes, self.shard.tokens)
+        _check_file(self._index_path, INDEX_MAGIC, ENTRY_BYTES, self.shard.documents)
 
     def check_contents(self) -> None:
         """Every byte against the checksums, every id, every entry of the index. Raises DataError naming the file."""
@@ -288,16 +306,18 @@ class ShardReader:
         )
 
 
-def _check_file(path: Path, magic: bytes, item_bytes: int, items: int) -> None:
+def _check_file(path: str, magic: bytes, item_bytes: int, items: int) -> None:
     expected = HEADER_BYTES + item_bytes * items
     try:
-        size = path.stat().st_size
-        with open(path, "rb") as f:
-            start = f.read(HEADER_BYTES)
+        file = os.open(path, os.O_RDONLY)
+        try:
+            size, start = os.fstat(file).st_size, os.read(file, HEADER_BYTES)
+        finally:
+            os.close(file)
     except OSError as error:
-        raise DataError(f"{path} can't be read ({error.strerror}): {again(path.parent)}.") from error
+        raise DataError(f"{path} can't be read ({error.strerror}): {again(Path(path).parent)}.") from error
     if size != expected:
         state = "truncated" if size < expected else "too long"
-        raise DataError(f"{path} is {state} ({size} bytes, not {expected}): {again(path.parent)}.")
+        raise DataError(f"{path} is {state} ({size} bytes, not {expected}): {again(Path(path).parent)}.")
     if start != header(magic, item_bytes):
-        raise DataError(f"{path} doesn't start like a shard of this format: {again(path.parent)}.")
+        raise DataError(f"{path} doesn't start like a shard of this format: {again(Path(path).parent)}.")

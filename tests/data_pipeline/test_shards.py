@@ -170,7 +170,7 @@ def test_an_index_out_of_order_is_named(copy):
     path.write_bytes(content)
     corpora = Corpora({"text": open_dataset(copy)}, packing="documents")
     sampler = Sampler(corpora, seq_len=64, global_batch_size=64, seed=0)
-    with pytest.raises(DataError, match=r"train-00000\.idx is damaged"):
+    with pytest.raises(DataError, match=r"train-00000\.idx is wrong"):
         sampler.batch(0)
 
 
