@@ -22,9 +22,10 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import sentencepiece
 
 from nvfp4_train.atomic import fsync_dir
@@ -32,12 +33,13 @@ from nvfp4_train.config.checks import positive
 from nvfp4_train.config.schema import DataConfig
 from nvfp4_train.data import merge, pieces
 from nvfp4_train.data import tokenizer as tokenizers
-from nvfp4_train.data.baselines import Baselines
 from nvfp4_train.data.dataset import MANIFEST, is_dataset, open_dataset, write_manifest
 from nvfp4_train.data.decide import Decision, decide, too_few
+from nvfp4_train.data.duplicates import mark_duplicates
 from nvfp4_train.data.encode import Part, encode, unit_keys
+from nvfp4_train.data.measure import HeldOutText
 from nvfp4_train.data.progress import Report
-from nvfp4_train.data.shards import FORMAT_VERSION, Shard, ShardReader
+from nvfp4_train.data.shards import FORMAT_VERSION
 from nvfp4_train.data.sources import Source, find_source
 from nvfp4_train.data.tokenizer import Tokenizer, check_vocab_size
 from nvfp4_train.data.workers import Workers, cores
@@ -163,12 +165,13 @@ class _Build:
 
     def _finish(self, merge_only: bool) -> None:
         decision = self._decide()
+        held_out = HeldOutText(decision.tokenizer, decision.rules)
         if not merge_only:
-            self._encode(decision, Part())
+            self._encode(decision, Part(), held_out.add)
         found = self._found(decision)
         folder = self._partial / f"dataset-{self._key[:16]}"
         folder.mkdir(exist_ok=True)
-        self._merge(found, decision, folder)
+        self._merge(found, decision, held_out, folder)
         os.rename(folder, self._target)
         fsync_dir(self._target.parent)
         shutil.rmtree(self._partial, ignore_errors=True)
@@ -176,7 +179,9 @@ class _Build:
     def _decide(self) -> Decision:
         return decide(self._source, self._cfg, self._vocab_size, self._partial, self._key, self._report)
 
-    def _encode(self, decision: Decision, part: Part) -> None:
+    def _encode(
+        self, decision: Decision, part: Part, seen: Callable[[np.ndarray, np.ndarray], None] | None = None
+    ) -> None:
         encode(
             self._source,
             unit_keys(self._source, decision.tokenizer, decision.rules),
@@ -186,6 +191,7 @@ class _Build:
             self._pieces,
             self._workers,
             self._report,
+            seen,
         )
         if find_source(self._cfg.source, self._cfg).fingerprint() != self._source.fingerprint():
             raise DataError(f"data.source={self._cfg.source} was changed while it was read: start again.")
@@ -204,22 +210,18 @@ class _Build:
             )
         return found
 
-    def _merge(self, found: Sequence[pieces.Piece], decision: Decision, folder: Path) -> None:
+    def _merge(
+        self, found: Sequence[pieces.Piece], decision: Decision, held_out: HeldOutText, folder: Path
+    ) -> None:
         tokenizer = decision.tokenizer
-        rules = merge.hold_out(found, decision.rules)
-        splits = merge.merge(
-            found,
-            rules,
-            self._source.drop_duplicates,
-            tokenizer.vocab_size,
-            folder,
-            self._workers,
-            self._report,
-        )
+        flags = self._partial / "duplicates" if self._source.drop_duplicates else None
+        if flags and (dropped := mark_duplicates(found, flags)):
+            self._report(f"{dropped:,} documents are equal to one before them and are left out")
+        selection = merge.Selection(merge.hold_out(found, decision.rules), flags)
+        splits = merge.merge(found, selection, tokenizer.vocab_size, folder, self._workers)
         train, valid = splits["train"], splits["valid"]
         if not train["documents"]:
-            documents = sum(piece.documents for piece in found)
-            raise too_few(self._cfg.source, documents)
+            raise too_few(self._cfg.source, sum(piece.documents for piece in found))
         for marker in folder.glob(".*.json"):
             marker.unlink()
         _write(folder / tokenizer.file_name, tokenizer.model)
@@ -237,26 +239,13 @@ class _Build:
                     "eos_id": tokenizer.eos_id,
                 },
                 "splits": splits,
-                "baselines": measure(folder, valid["shards"], tokenizer),
+                "baselines": held_out.baselines(found, selection, folder, valid["shards"]),
             },
         )
         self._report(
             f"Prepared {train['tokens']:,} training tokens ({train['bytes'] / train['tokens']:.2f} bytes a token) and "
             f"{valid['tokens']:,} held-out tokens"
         )
-
-
-def measure(folder: Path, shards: Sequence[dict], tokenizer: Tokenizer) -> dict[str, float | int]:
-    """What compressors need for the text of `shards`, which its tokens give back exactly."""
-    baselines = Baselines()
-    for shard in shards:
-        reader, start = ShardReader(folder, Shard(**shard), tokenizer.vocab_size), 0
-        for end, _ in reader.index():
-            if baselines.full:
-                return baselines.finish()
-            baselines.add(tokenizer.decode_bytes(reader.read(start, end).tolist()))
-            start = end
-    return baselines.finish()
 
 
 @contextlib.contextmanager

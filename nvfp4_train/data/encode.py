@@ -11,7 +11,7 @@ import functools
 import hashlib
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -128,8 +128,12 @@ def encode(
     folder: Path,
     workers: Workers,
     report: Report,
+    seen: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> None:
-    """Write those pieces of `part` that `folder` lacks. Raises DataError for text that can't be used."""
+    """Write those pieces of `part` that `folder` lacks; `seen` gets their tokens and entries, in order.
+
+    Raises DataError for text that can't be used.
+    """
     dtype = token_dtype(_tokenizer(tokenizer_path).vocab_size)
     by_piece = len(source.units) < _FEW_UNITS * part.of
     mine = [
@@ -153,6 +157,8 @@ def encode(
             batch = sent.popleft()
             writer = writer or PieceWriter(batch.path, dtype.itemsize)
             writer.append(tokens, entries)
+            if seen is not None:
+                seen(tokens, entries)
             if batch.ends_piece:
                 writer.close(batch.ends_unit)
                 writer = None

@@ -14,10 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from nvfp4_train.atomic import write_text
-from nvfp4_train.data.duplicates import mark_duplicates
 from nvfp4_train.data.encode import Rules
 from nvfp4_train.data.pieces import SLICE, Piece
-from nvfp4_train.data.progress import Report
 from nvfp4_train.data.shards import SHARD_TOKENS, Shard, ShardWriter, shard_name, split_entry, token_dtype
 from nvfp4_train.data.workers import Workers
 
@@ -62,30 +60,17 @@ def hold_out(pieces: Sequence[Piece], rules: Rules) -> Rules:
 
 
 def merge(
-    pieces: Sequence[Piece],
-    rules: Rules,
-    drop_duplicates: bool,
-    vocab_size: int,
-    folder: Path,
-    workers: Workers,
-    report: Report,
+    pieces: Sequence[Piece], selection: Selection, vocab_size: int, folder: Path, workers: Workers
 ) -> dict[str, dict]:
     """Write the shards into `folder`, an existing one; returns the manifest's "splits"."""
-    flags = folder / ".duplicates" if drop_duplicates else None
-    if flags and (dropped := mark_duplicates(pieces, flags)):
-        report(f"{dropped:,} documents are equal to one before them and are left out")
-    selection = Selection(rules, flags)
     shards = cut(pieces, selection)
     calls = [
         (folder, split, number, spans, selection, vocab_size)
-        for split in reversed(SPLITS)
+        for split in SPLITS
         for number, spans in enumerate(shards[split])
     ]
     written = iter([*workers.map(write_shard, calls)])
-    splits = {split: split_entry([next(written) for _ in shards[split]]) for split in reversed(SPLITS)}
-    if flags:
-        flags.unlink()
-    return {split: splits[split] for split in SPLITS}
+    return {split: split_entry([next(written) for _ in shards[split]]) for split in SPLITS}
 
 
 def cut(

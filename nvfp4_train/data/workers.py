@@ -7,6 +7,7 @@ is inherited. With one worker the calls are made here.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -107,6 +108,7 @@ def cores() -> int:
 
 def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides
+    gc.disable()  # the calls leave no cycles behind
     calls = sys.stdin.buffer
     results = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not get between the results

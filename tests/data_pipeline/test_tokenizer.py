@@ -77,6 +77,27 @@ def test_a_text_longer_than_one_part_comes_back(tokenizer):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    parts=st.lists(
+        st.one_of(st.sampled_from([*"\n\n  \t#-x1", "the ", ":\n", "\n\n"]), st.text(max_size=3)),
+        max_size=300,
+    )
+)
+def test_a_text_encoded_in_short_parts_gives_the_tokens_of_the_whole(dataset, parts):
+    text = "".join(parts).replace("\u2581", "")
+    whole = sentencepiece.SentencePieceProcessor(model_proto=dataset.tokenizer.model)
+    assert dataset.tokenizer.encode(text) == whole.encode(text, out_type=int)
+
+
+def test_short_parts_are_cut_after_line_ends_that_no_piece_crosses():
+    pattern = tokenizers._short_parts([b"\n ", b"\n\n", b"\nX", b"a\n", b"a", b"\n"])
+    text = "a" * 70 + "\nb" + "a" * 70 + "\n\n  c\nX" + "a" * 70 + "\nX\n" + "end"
+    parts = pattern.findall(text)
+    assert "".join(parts) == text
+    assert [part[:2] for part in parts] == ["aa", "ba", "en"]
+
+
 @settings(deadline=None)
 @given(before=st.text(max_size=20), half=st.integers(0xD800, 0xDFFF), after=st.text(max_size=20))
 def test_half_a_surrogate_pair_is_refused(dataset, before, half, after):
