@@ -154,10 +154,23 @@ class _ZstdReader(io.RawIOBase):
         return n
 
 
+def _read(stream: IO[bytes], n: int) -> bytes:
+    """The next `n` bytes, fewer at the end.
+
+    In small steps, since a buffer of `n` bytes that a small file fills a little of stays a memory mapping of its own, and
+    a process may only have some 65,000 of those.
+    """
+    parts = []
+    while n and (part := stream.read(min(n, 1 << 16))):
+        parts.append(part)
+        n -= len(part)
+    return b"".join(parts)
+
+
 def _text(name: str, path: str, stream: IO[bytes], part_bytes: int) -> Iterator[Block]:
     rest, offset, part = b"", 0, 0
     while True:
-        block = rest + stream.read(part_bytes + 1 - len(rest))
+        block = rest + _read(stream, part_bytes + 1 - len(rest))
         whole = len(block) <= part_bytes
         cut = len(block) if whole else _cut(block, part_bytes)
         part_name = name if whole and not part else f"{name} part {part}"
@@ -183,7 +196,7 @@ def _jsonl(name: str, path: str, stream: IO[bytes], text_key: str) -> Iterator[B
     offset = len(BOM) if start == BOM else 0
     rest, number, more = b"" if offset else start, 1, True
     while more:
-        chunk = stream.read(BLOCK_BYTES)
+        chunk = _read(stream, BLOCK_BYTES)
         more = bool(chunk)
         cut = chunk.rfind(b"\n") + 1 if more else 0
         if len(rest) + (cut or len(chunk)) > MAX_LINE + BLOCK_BYTES:
