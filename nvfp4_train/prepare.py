@@ -32,7 +32,7 @@ from nvfp4_train.data.dataset import open_dataset
 from nvfp4_train.data.describe import histogram, samples, summary
 from nvfp4_train.data.encode import Part
 from nvfp4_train.data.progress import Progress, ProgressLine
-from nvfp4_train.data.shards import ShardReader
+from nvfp4_train.data.shards import check_contents
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.data.workers import Workers, cores
 from nvfp4_train.errors import ConfigError
@@ -89,10 +89,9 @@ def _verify(out: Path, workers: int) -> None:
     readers = dataset.readers()
     progress = Progress("Checking", sum(reader.size for reader in readers), _report)
     done = 0
+    calls = [(out, reader.shard, dataset.tokenizer.vocab_size) for reader in readers]
     with Workers(min(workers, len(readers))) as pool:
-        for reader, _ in zip(
-            readers, pool.map(ShardReader.check_contents, ((r,) for r in readers)), strict=True
-        ):
+        for reader, _ in zip(readers, pool.map(check_contents, calls), strict=True):
             done += reader.size
             progress(done, done)
     print(f"{out} is whole: {2 * len(readers)} files of shards, the tokenizer and the manifest.")

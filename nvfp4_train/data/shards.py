@@ -306,6 +306,11 @@ class ShardReader:
         )
 
 
+def check_contents(folder: Path, shard: Shard, vocab_size: int) -> None:
+    """`ShardReader.check_contents`, to be called in another process."""
+    ShardReader(folder, shard, vocab_size).check_contents()
+
+
 def _check_file(path: str, magic: bytes, item_bytes: int, items: int) -> None:
     expected = HEADER_BYTES + item_bytes * items
     try:
