@@ -79,7 +79,7 @@ class Tokenizer:
         self.hash = hashlib.sha256(model).hexdigest()
         self.model = model
         self.byte_lengths = np.array([len(piece) for piece in self._pieces], dtype=np.int64)
-        if self.decode(self.encode(_PROBE)) != _PROBE:
+        if any(self.decode(self.encode(probe)) != probe for probe in (_PROBE, "a")):
             raise DataError(
                 f"{name} doesn't give text back as it was: use a model trained with byte_fallback, the identity "
                 "normalisation, no dummy prefix and no removal of white space, or leave data.tokenizer unset."

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,12 +214,27 @@ def test_a_folder_with_other_files_is_not_written_to(cfg, tmp_path, dataset):
 
 @pytest.fixture
 def small_pieces():
-    """The same command with pieces, units and blocks so small that little text has many."""
+    """The same command with pieces, units and blocks so small that little text has many.
 
-    def changed(command: list[str]) -> list[str]:
+    `kill_before`: module, function and how often it may be called before its process kills itself (SIGKILL).
+    """
+
+    def changed(command: list[str], kill_before: tuple[str, str, int] | None = None) -> list[str]:
         code = (
             "import sys; from nvfp4_train.data import encode, readers, sources;"
             "encode.BATCHES_PER_PIECE = 4; encode.BLOCK_BYTES = 1 << 14; sources.UNIT_BYTES = 1 << 19;"
+            "import importlib, os, signal\n"
+            "def killing(function, n):\n"
+            "    calls = []\n"
+            "    def f(*args, **kwargs):\n"
+            "        calls.append(0)\n"
+            "        if len(calls) == n: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "        return function(*args, **kwargs)\n"
+            "    return f\n"
+            f"moment = {kill_before}\n"
+            "if moment:\n"
+            "    module = importlib.import_module(moment[0])\n"
+            "    setattr(module, moment[1], killing(getattr(module, moment[1]), moment[2]))\n"
             "from nvfp4_train.prepare import exit_code, main; sys.exit(exit_code(main))"
         )
         return [sys.executable, "-c", code, *command[3:]]
@@ -245,39 +259,29 @@ def command(corpus: Path, out: Path, *more: str) -> list[str]:
     ]
 
 
-def wait_for(condition, process) -> None:
-    deadline = time.monotonic() + 60
-    while not condition() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.001)
-
-
 def test_killed_at_any_moment_it_goes_on_where_it_was(big_corpus, tmp_path, small_pieces):
     reference, out = tmp_path / "reference", tmp_path / "out"
     subprocess.run(small_pieces(command(big_corpus, reference)), check=True, stdout=subprocess.DEVNULL)
     partial = tmp_path / ".out.partial"
-    moments = [
-        lambda: partial.exists(),
-        lambda: any(partial.glob("rules-*")),
-        lambda: any(partial.glob("pieces/*")),
-        lambda: any(partial.glob("dataset-*/train-*")),
-    ]
-    for happened in moments:
-        # Nice, so that the kill comes in time on a busy machine.
-        process = subprocess.Popen(
-            ["nice", "-n", "19", *small_pieces(command(big_corpus, out, "workers=2"))],
-            stdout=subprocess.DEVNULL,
-        )
-        wait_for(happened, process)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
+    counts = []
+    for moment in (
+        ("nvfp4_train.data.build", "decide", 1),
+        ("nvfp4_train.data.encode", "PieceWriter", 2),
+        ("nvfp4_train.data.encode", "PieceWriter", 3),
+        ("nvfp4_train.data.merge", "cut", 1),
+        ("nvfp4_train.data.build", "write_manifest", 1),
+    ):
+        killed = small_pieces(command(big_corpus, out, "workers=2"), kill_before=moment)
+        assert subprocess.run(killed, stdout=subprocess.DEVNULL).returncode == -signal.SIGKILL
         assert not out.exists()
-        assert happened()  # what the kill left
-    finished = {path: path.stat().st_mtime_ns for path in partial.glob("pieces/*")}
-    process = subprocess.Popen(small_pieces(command(big_corpus, out)), stdout=subprocess.PIPE, text=True)
-    output = process.communicate()[0]
-    assert len(finished) > 3
-    assert "units of text are encoded already" in output
-    assert "Training a tokenizer" not in output
+        counts.append(len([*partial.glob("pieces/[!.]*")]))
+    assert counts[:3] == [0, 1, 3]
+    assert counts[3] == counts[4] > 5
+    output = subprocess.run(
+        small_pieces(command(big_corpus, out)), check=True, capture_output=True, text=True
+    )
+    assert "units of text are encoded already" in output.stdout
+    assert "Training a tokenizer" not in output.stdout
     assert (out / "manifest.json").read_bytes() == (reference / "manifest.json").read_bytes()
     open_dataset(out, check="full")
     assert not partial.exists()
