@@ -192,7 +192,8 @@ def test_losses_that_are_not_finite_skip_the_update_and_then_stop_with_exit_code
         return (nll * float("nan") if self.training else nll), count
 
     monkeypatch.setattr(HybridModel, "loss", poisoned)
-    words = [*TINY, f"data.source={text}", "data.valid_fraction=0.2", "recovery.max_consecutive_skips=3"]
+    words = [*TINY, f"data.source={text}", "data.valid_fraction=0.2"]
+    words += ["recovery=skip_nonfinite", "recovery.max_consecutive_skips=3"]
     code, error = in_process(tmp_path, *words)
     assert code == 76
     assert "recovery.max_consecutive_skips=3" in error

@@ -72,7 +72,7 @@ class PrecisionConfig:
     backward: str = "standard"  # nvfp4: standard | ms_eden (Quartet II, 2601.22813)
     rules: list[RuleConfig] = field(default_factory=list)  # after the defaults, so they win
     phases: list[PhaseConfig] = field(default_factory=list)  # empty: one phase named "main"
-    health_every: int = 200  # steps between measurements of what quantization loses, layer by layer; 0: never
+    health_every: int = 400  # steps between measurements of what quantization loses, layer by layer; 0: never
 
 
 @dataclass
@@ -190,7 +190,7 @@ class RecoveryConfig:
     slow_rise: float = 0.03  # ... and the share by which it may rise above its lowest
     health_jump: float = 0.1  # rise of a layer's underflow or saturation that is an alarm
     # Recovery (auto)
-    snapshot_every: int = 100  # steps between copies of the state to host memory
+    snapshot_every: int = 200  # steps between copies of the state to host memory
     snapshots: int = 2  # copies kept
     skip_margin: int = 10  # batches stepped over before the onset of a spike, and after it was found
     max_rollbacks: int = 3  # in one stretch of trouble; then stop with exit code 76

@@ -6,7 +6,7 @@ import time
 from typing import Protocol
 
 from nvfp4_train.data.batch import Batch
-from nvfp4_train.errors import RecoveryGaveUp
+from nvfp4_train.errors import RecoveryGaveUp, UserError
 from nvfp4_train.training.faults import Faults
 from nvfp4_train.training.history import History
 
@@ -21,7 +21,7 @@ class Batches:
     """A sampler for the loader: its batch of step s is a pure function of s and the history of rewinds.
 
     Reading that fails with an OSError (a network disk's hiccup) is tried `retries` times again, after 1, 2, 4 ... seconds;
-    then it raises RecoveryGaveUp (with retries) or the OSError itself (without).
+    then it raises RecoveryGaveUp, and UserError where nothing is to be tried again.
     """
 
     def __init__(self, sampler: Source, history: History, faults: Faults, retries: int) -> None:
@@ -37,7 +37,10 @@ class Batches:
                 break
             except OSError as error:
                 if not self._retries:
-                    raise
+                    raise UserError(
+                        f"batch {number} of step {step + 1} could not be read ({error}): repair the disk that holds the "
+                        "data, then run the same command to go on."
+                    ) from error
                 if attempt == self._retries:
                     raise RecoveryGaveUp(
                         f"batch {number} of step {step + 1} could not be read in {attempt + 1} attempts ({error}): repair "

@@ -1,7 +1,7 @@
 """Faults on purpose (`faults=[{kind:...,step:...}]`), to rehearse what recovery does about them.
 
-Each strikes at a chosen step the first time that the run comes by, or with `repeat` every time; a fault of the data belongs
-to its batch, so a run that steps over the batch steps over the fault.
+Each strikes at a chosen step the first time that the run comes by (a rewind to before it ends it), or with `repeat` every
+time; a fault of the data belongs to its batch, so a run that steps over the batch steps over the fault.
 
     repeated_tokens, random_tokens   the batch is one token over and over, or noise
     gradient, nan                    gradients x `factor`, or NaN (on one rank), with the loss as it is
@@ -89,7 +89,7 @@ class Faults:
             for f in self._of(kind)
             if f.step <= step < f.step + f.steps
             and self._rank == _rank_of(f, self._rank)
-            and (f.repeat or not history.came_by(step))
+            and (f.repeat or not history.came_by(f.step))
         ]
 
 
