@@ -2,8 +2,9 @@
 
     python scripts/compare_precisions.py [--arms bf16 nvfp4] [--out runs/compare] +experiment=quickstart [key=value ...]
 
-Each arm is a run of its own under OUT (resumed when this is started again); they differ in `precision` alone, so they see
-the same batches from the same initial weights. The first arm is the baseline.
+An arm is an option of the group `precision`, with more words after it where it differs in more:
+--arms bf16 "fp8 precision.backend=te precision.te_recipe=delayed". Each is a run of its own under OUT (resumed when this is
+started again); they see the same batches from the same initial weights. The first arm is the baseline.
 """
 
 from __future__ import annotations
@@ -21,18 +22,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arms", nargs="+", default=["bf16", "nvfp4"], help="options of the group precision")
+    parser.add_argument("--arms", nargs="+", default=["bf16", "nvfp4"], help="options of precision, with more words if wanted")
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     args, overrides = parser.parse_known_args()
     results = {}
     for arm in args.arms:
-        run = args.out / arm
+        option, *words = arm.split()
+        run = args.out / "_".join([option, *(word.rpartition("=")[2] for word in words)])
         command = [
             sys.executable,
             "-m",
             "nvfp4_train.pretrain",
             *overrides,
-            f"precision={arm}",
+            f"precision={option}",
+            *words,
             f"run_dir={run}",
         ]
         print(f"\n=== precision={arm} ===", flush=True)
@@ -45,8 +48,9 @@ def main() -> int:
 
 def table(results: dict[str, list[dict]]) -> str:
     """One row an arm: held-out loss and bits per byte at the end, the gap to the first arm's, median speed."""
+    width = max(10, *(len(arm) + 1 for arm in results))
     lines = [
-        f"{'precision':10}{'steps':>7}{'tokens':>9}{'held-out loss':>15}{'bits/byte':>11}{'gap':>9}{'speed':>16}"
+        f"{'precision':{width}}{'steps':>7}{'tokens':>9}{'held-out loss':>15}{'bits/byte':>11}{'gap':>9}{'speed':>16}"
     ]
     baseline = None
     for arm, records in results.items():
@@ -56,7 +60,7 @@ def table(results: dict[str, list[dict]]) -> str:
         gap = "" if baseline is None else f"{100 * (loss / baseline - 1):+.2f} %"
         baseline = loss if baseline is None else baseline
         lines.append(
-            f"{arm:10}{last['step']:>7}{units.count(last['tokens']):>9}{loss:>15.4f}"
+            f"{arm:{width}}{last['step']:>7}{units.count(last['tokens']):>9}{loss:>15.4f}"
             f"{last['valid/heldout/bits_per_byte']:>11.4f}{gap:>9}{units.rate(speeds[len(speeds) // 2]):>16}"
         )
     return "\n".join(lines)
