@@ -39,8 +39,10 @@ from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.compilation import compile_blocks
 from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
+from nvfp4_train.training.history import History
 from nvfp4_train.training.memory import compute_dtype
 from nvfp4_train.training.optimizer import build_optimizer
+from nvfp4_train.training.recovery import Recovery
 from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.step import train_step
 
@@ -109,8 +111,9 @@ def measure(cfg: Config, steps: int, warmup: int, profile: bool) -> dict[str, An
         build_clipper(cfg.clipping, device, sum(1 for _ in model.parameters())),
         SpikeDetector(cfg.recovery, device),
         SkipCounter(device),
+        Recovery(cfg.recovery, History()),
         cfg.training.seed,
-        "",
+        None,  # the data: random batches
     )
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     lines = {
