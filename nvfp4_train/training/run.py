@@ -143,6 +143,8 @@ def _launch(
         cfg.training.seed,
         sharded.prepare_weights if sharded else None,
     )
+    if sharded:
+        sharded.follow(precision.counters[0])
     state.take_precision(precision.state(), start.checkpoint)
     precision.set_phase(state.tokens / cfg.training.max_tokens)
     kernels = choose_kernels(model, cfg.training.kernels, device)
@@ -213,7 +215,7 @@ def _build_model(
     from nvfp4_train.distributed.fsdp import ShardedModel
 
     model = HybridModel(cfg.model, "meta", compute_dtype(cfg))
-    return model, ShardedModel(model, processes, cfg.parallel, device)
+    return model, ShardedModel(model, processes, cfg, device)
 
 
 def _tell(

@@ -49,12 +49,14 @@ def train(cfg: Config, processes: Processes, steps: int = STEPS) -> dict[str, An
         from nvfp4_train.distributed.fsdp import ShardedModel
 
         model = HybridModel(cfg.model, "meta", compute_dtype(cfg))
-        sharded = ShardedModel(model, processes, cfg.parallel, device)
+        sharded = ShardedModel(model, processes, cfg, device)
     initialize_(model, cfg.training.seed)
     initial = whole(model)
     precision = apply_recipe(
         model, cfg.precision, len(cfg.model.pattern), 1, sharded.prepare_weights if sharded else None
     )
+    if sharded:
+        sharded.follow(precision.counters[0])
     optimizer = build_optimizer(model, cfg.optimizer)
     clipper, skips = build_clipper(cfg.clipping, device), SkipCounter(device)
     recovery = Recovery(cfg.recovery, History())
