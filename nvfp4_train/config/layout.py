@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from nvfp4_train.config.blocking import BLOCK, quantized_layers
+from nvfp4_train.config.blocking import BLOCK, plans, quantized_layers
 from nvfp4_train.config.checks import at_least, one_of
 from nvfp4_train.config.schema import Config, ParallelConfig
 from nvfp4_train.errors import ConfigError
@@ -118,12 +118,13 @@ def _check_batches(cfg: Config, layout: Layout) -> None:
 
 def _check_blocks(cfg: Config, layout: Layout) -> None:
     """Codes are gathered in whole 16x16 blocks, so every shard must consist of them."""
-    precision = cfg.precision
-    if not precision.weight_blocks_2d:
-        raise ConfigError(
-            "parallel.weight_gather=nvfp4 gathers 16x16 blocks, and precision.weight_blocks_2d=false makes others: use "
-            "parallel.weight_gather=bf16."
-        )
+    for layer, plan in plans(cfg):
+        if plan.quantized and not plan.has_square_codes:
+            raise ConfigError(
+                f"parallel.weight_gather=nvfp4 gathers one set of codes in 16x16 blocks for both GEMMs of a weight, and the "
+                f"recipe gives {layer.name} others (precision.weight_blocks_2d, four_over_six or rules): use "
+                "parallel.weight_gather=bf16."
+            )
     layers = quantized_layers(cfg)
 
     def fits(n: int) -> bool:

@@ -37,7 +37,6 @@ from nvfp4_train.distributed.traffic import Traffic, gradient_parts
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision import formats
 from nvfp4_train.precision.linear import Linear
-from nvfp4_train.precision.recipe import LinearPlan
 
 _reduce_scatter = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -213,7 +212,7 @@ class _LinearWeight(_TravellingWeight):
     def adopt(self, codes: bool) -> None:
         linear, plan = self.linear, self.linear.plan
         if plan != self.plan:
-            self.plan, self.coded = plan, codes and _has_square_codes(plan)
+            self.plan, self.coded = plan, codes and plan.has_square_codes
             n = self.shard.numel()
             payload = (
                 torch.empty(1, n // 2 + n // BLOCK**2, dtype=torch.uint8, device=self.shard.device)
@@ -267,12 +266,6 @@ class _LinearWeight(_TravellingWeight):
         if self.parameter.fsdp_placement.dim == 0:
             return parts.reshape(rows, columns)
         return parts.reshape(len(parts), rows, -1).transpose(0, 1).reshape(rows, columns)
-
-
-def _has_square_codes(plan: LinearPlan) -> bool:
-    """Whether one set of NVFP4 codes in 16x16 blocks, of the weight alone, serves both GEMMs."""
-    square = plan.format == "nvfp4" and plan.square_weights and plan.four_over_six not in ("weights", "all")
-    return square and {"fprop.weight", "dgrad.weight"} <= plan.quantized
 
 
 def parameters_of(unit: nn.Module) -> list[Any]:

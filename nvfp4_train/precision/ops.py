@@ -44,7 +44,9 @@ def linear(
     y = _product(plan, rows or x, (fprop_weight, "fprop.weight", weight_amax), torch.bfloat16)
     if health.active is not None:
         backward = {"wgrad.input": x, "dgrad.weight": weight} if training else {}
-        _record(plan, rng, {"fprop.input": x, "fprop.weight": weight, **backward})
+        seen = {"fprop.input": x, "fprop.weight": weight, **backward}
+        # The whole master weight of a sharded layer has no memory: what arrives are its operands.
+        _record(plan, rng, {name: t for name, t in seen.items() if t.untyped_storage().size()})
     if not saves:
         return (
             y,

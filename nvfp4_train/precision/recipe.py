@@ -58,6 +58,14 @@ class LinearPlan:
         return self.format == "nvfp4"
 
     @property
+    def has_square_codes(self) -> bool:
+        """Whether one set of codes in 16x16 blocks, made of the weight alone, serves both of its GEMMs."""
+        square = (
+            self.format == "nvfp4" and self.square_weights and self.four_over_six not in ("weights", "all")
+        )
+        return square and {"fprop.weight", "dgrad.weight"} <= self.quantized
+
+    @property
     def spec(self) -> str:
         """The plan as text, for custom operators; `from_spec` is its inverse."""
         flags = (self.stochastic_gradients, self.hadamard, self.square_weights)

@@ -63,5 +63,5 @@ def test_shards_keep_whole_blocks_or_are_refused_with_sizes_that_do():
         4, 64
     )
     assert layout_of(compose_config([large[0], *large[2:]])) == Layout(1, 256)  # in bf16 any size fits
-    with pytest.raises(ConfigError, match="weight_blocks_2d=false"):
+    with pytest.raises(ConfigError, match=r"one set of codes.*weight_blocks_2d"):
         layout("parallel.weight_gather=nvfp4", "precision.weight_blocks_2d=false", world=2)

@@ -8,11 +8,17 @@ import pathlib
 import pytest
 import torch
 
+from nvfp4_train.config.layout import Layout
 from nvfp4_train.distributed.processes import ALONE
+from nvfp4_train.distributed.traffic import plan
+from nvfp4_train.model.hybrid import HybridModel
 from tests.distributed import train_in_ranks
 from tests.distributed.ranks import run_ranks
 
-FP32, NVFP4 = ["precision=fp32"], ["precision=nvfp4"]
+# 3 and 2 blocks: up_proj splits over two ranks by columns alone.
+FP32, NVFP4 = ["precision=fp32"], ["model.intermediate_size=48"]
+PACKED = [*NVFP4, "parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
+FP8 = [*NVFP4, "parallel.grad_reduce=fp8"]
 
 
 def in_ranks(n: int, folder: pathlib.Path, runs: dict[str, list[str]]) -> dict:
@@ -31,15 +37,15 @@ def alone() -> dict:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> dict:
-    return in_ranks(2, tmp_path_factory.mktemp("two"), {"fp32": FP32, "nvfp4": NVFP4})
+    runs = {"fp32": FP32, "nvfp4": NVFP4, "packed": PACKED, "fp8": FP8}
+    return in_ranks(2, tmp_path_factory.mktemp("two"), runs)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> dict:
     hybrid = ["parallel.replicate=2"]
-    return in_ranks(
-        4, tmp_path_factory.mktemp("four"), {"fp32": [*FP32, *hybrid], "nvfp4": [*NVFP4, *hybrid]}
-    )
+    runs = {"fp32": [*FP32, *hybrid], "nvfp4": [*NVFP4, *hybrid], "packed": [*PACKED, *hybrid]}
+    return in_ranks(4, tmp_path_factory.mktemp("four"), runs)
 
 
 @pytest.fixture(params=["two", "four"])
@@ -57,6 +63,28 @@ def test_fp32_training_is_that_of_one_process(alone, several):
     torch.testing.assert_close(several["fp32"]["norms"], alone["fp32"]["norms"], rtol=1e-5, atol=0)
 
 
-def test_nvfp4_starts_from_the_same_loss_and_stays_close(alone, several):
-    assert several["nvfp4"]["losses"][0] == alone["nvfp4"]["losses"][0]
-    torch.testing.assert_close(several["nvfp4"]["losses"], alone["nvfp4"]["losses"], rtol=0.02, atol=0)
+@pytest.mark.parametrize("traffic", ["nvfp4", "packed"])
+def test_nvfp4_starts_from_the_same_loss_and_stays_close(alone, several, traffic):
+    assert several[traffic]["losses"][0] == alone["nvfp4"]["losses"][0]
+    torch.testing.assert_close(several[traffic]["losses"], alone["nvfp4"]["losses"], rtol=0.02, atol=0)
+
+
+def test_gathered_operands_are_those_of_the_whole_weights_bit_by_bit(several):
+    for run in several.values():
+        assert run["operands_differ"] == []
+
+
+def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(alone, several):
+    for run in [*alone.values(), *several.values()]:
+        assert run["nan_skipped"] == 1.0
+        assert run["nan_changed"] == []
+
+
+@pytest.mark.parametrize("run", ["nvfp4", "packed", "fp8"])
+def test_bytes_sent_are_those_that_the_plan_foretells(two, run):
+    cfg = train_in_ranks.tiny_config(*{"nvfp4": NVFP4, "packed": PACKED, "fp8": FP8}[run])
+    shapes = {name: tuple(p.shape) for name, p in HybridModel(cfg.model, "meta").named_parameters()}
+    planned = {name: n * train_in_ranks.STEPS for name, n in plan(shapes, cfg, Layout(1, 2)).items()}
+    if "weights/amax" in planned:  # the weights are prepared once more, before the first step
+        planned["weights/amax"] += planned["weights/amax"] // train_in_ranks.STEPS
+    assert two[run]["sent"] == planned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -18,7 +19,8 @@ from nvfp4_train.data.batch import Batch
 from nvfp4_train.distributed.processes import Processes, start
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
-from nvfp4_train.precision import apply_recipe
+from nvfp4_train.precision import Linear, apply_recipe
+from nvfp4_train.precision.formats import weight_operands
 from nvfp4_train.training.clipping import build_clipper
 from nvfp4_train.training.detection import SpikeDetector
 from nvfp4_train.training.finite import SkipCounter
@@ -76,14 +78,36 @@ def train(cfg: Config, processes: Processes, steps: int = STEPS) -> dict[str, An
         losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
     sent = dict(sharded.traffic.take()) if sharded else {}
+    before = whole(model)
+    refused = train_step(
+        state, precision, batch, cfg.training.micro_batch_size, 1e-2, math.nan, processes=processes
+    )
+    after = whole(model)
     return {
         "losses": losses,
         "norms": norms,
         "sent": sent,
         "initial": initial,
-        "final": whole(model),
-        "state": state,
+        "nan_changed": [name for name in before if not torch.equal(before[name], after[name])],
+        "nan_skipped": refused["skipped"].item(),
+        "operands_differ": operands_that_differ(model, before) if sharded else [],
     }
+
+
+def operands_that_differ(model: HybridModel, weights: dict[str, Tensor]) -> list[str]:
+    """Names of the linears whose gathered operands aren't those that their whole weights are quantized to."""
+    names = {module: name for name, module in model.named_modules()}
+    differ = []
+    for layer in model.layers:
+        layer.unshard()
+        for linear in layer.modules():
+            if isinstance(linear, Linear) and linear.fprop_weight is not None:
+                fprop, dgrad, amax = weight_operands(linear.plan, weights[f"{names[linear]}.weight"])
+                same = torch.equal(linear.fprop_weight, fprop) and torch.equal(linear.dgrad_weight, dgrad)
+                if not same or (linear.plan.quantized and not torch.equal(linear.weight_amax, amax)):
+                    differ.append(names[linear])
+        layer.reshard()
+    return differ
 
 
 def whole(model: HybridModel) -> dict[str, Tensor]:
@@ -103,7 +127,6 @@ def main(out: str, runs: dict[str, list[str]]) -> None:
         if processes is None:
             processes = start(torch.device("cpu"), layout_of(cfg, world_size()))
         results[name] = train(cfg, processes)
-        del results[name]["state"]
     if processes.first:
         torch.save(results, out)
     processes.stop()

@@ -1,0 +1,132 @@
+"""What sharding does to a run's numbers and traffic, on CPUs over gloo: `python scripts/prove_sharding.py OUT [part ...]`.
+
+Trains quickstart (in micro-batches of 2 sequences, so that up to 4 ranks share a step, and uncompiled) with torchrun and prints
+tables in Markdown. Parts; all but the last with sequences of 64 tokens:
+
+    fp32      50 steps in fp32 under 1, 2 and 4 processes: the largest relative difference of the losses
+    nvfp4     the same in nvfp4, beside other seeds: first losses, and whether final ones lie within the seeds' spread
+    traffic   bytes a rank sends in a step, measured and planned, of each weight_gather and grad_reduce
+    quality   held-out loss after `TOKENS` with all traffic in BF16 and in NVFP4
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TOKENS = float(os.environ.get("TOKENS", "3e5"))
+QUICKSTART = [
+    "+experiment=quickstart",
+    "training.micro_batch_size=2",
+    "training.sample_tokens=0",
+    "training.validate_every=0",
+    "training.compile=off",
+]
+SHORT = [
+    "training.max_steps=50",
+    "training.log_every=1",
+    "training.validate_tokens=20000",
+    "training.seq_len=64",
+]
+PACKED = ["parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
+
+
+def run(out: Path, name: str, ranks: int | None, *words: str) -> list[dict]:
+    """The steps' records of one run; `ranks` None: without torchrun. A folder that is there already is taken as it is."""
+    folder = out / name
+    if not (folder / "plots" / "training.png").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        launcher = [sys.executable, "-m"]
+        if ranks is not None:
+            launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+        subprocess.run(
+            [*launcher, "nvfp4_train.pretrain", *QUICKSTART, *words, f"run_dir={folder}"],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss" in record]
+
+
+def valid(records: list[dict]) -> float:
+    return records[-1]["valid/heldout/loss"]
+
+
+def head(*names: str) -> None:
+    print(f"\n| {' | '.join(names)} |\n|{' --- |' * len(names)}")
+
+
+def fp32(out: Path) -> None:
+    words = ["precision=fp32", *SHORT]
+    one = run(out, "fp32_alone", None, *words)
+    head("processes", "first loss", "loss of step 50", "largest relative difference of 50 losses")
+    for ranks in (None, 1, 2, 4):
+        records = run(out, f"fp32_{ranks or 'alone'}", ranks, *words)
+        worst = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(records, one, strict=True))
+        print(
+            f"| {ranks or '1, no torchrun'} | {records[0]['loss']:.7f} | {records[-1]['loss']:.7f} | {worst:.1e} |"
+        )
+
+
+def nvfp4(out: Path) -> None:
+    head("processes", "seed", "traffic", "first loss", "loss of step 50", "held-out loss")
+    runs = [
+        (None, 1234, []),
+        (None, 1, []),
+        (None, 2, []),
+        (None, 3, []),
+        (1, 1234, []),
+        (2, 1234, []),
+        (4, 1234, []),
+    ]
+    for ranks, seed, traffic in [*runs, (2, 1234, PACKED), (4, 1234, PACKED)]:
+        name = f"nvfp4_{ranks or 'alone'}_{seed}{'_packed' * bool(traffic)}"
+        records = run(out, name, ranks, *SHORT, f"training.seed={seed}", *traffic)
+        print(
+            f"| {ranks or '1, no torchrun'} | {seed} | {'nvfp4' if traffic else 'bf16, fp32'} | {records[0]['loss']!r} | "
+            f"{records[-1]['loss']:.4f} | {valid(records):.4f} |"
+        )
+
+
+def traffic(out: Path) -> None:
+    from nvfp4_train.config.layout import layout_of
+    from nvfp4_train.config.load import compose_config
+    from nvfp4_train.distributed.traffic import plan
+    from nvfp4_train.model.hybrid import HybridModel
+
+    head("weight_gather", "grad_reduce", "bytes a step and rank", "measured", "planned")
+    short = [*SHORT[1:], "training.max_steps=3"]
+    for gather, reduce in (("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "fp8"), ("nvfp4", "nvfp4")):
+        words = [f"parallel.weight_gather={gather}", f"parallel.grad_reduce={reduce}"]
+        record = run(out, f"traffic_{gather}_{reduce}", 2, *short, *words)[1]
+        cfg = compose_config([*QUICKSTART, *words, "parallel.fsdp=2"])
+        shapes = {name: tuple(p.shape) for name, p in HybridModel(cfg.model, "meta").named_parameters()}
+        for purpose, planned in sorted(plan(shapes, cfg, layout_of(cfg)).items()):
+            measured = int(record[f"traffic/{purpose}"])
+            print(f"| {gather} | {reduce} | {purpose} | {measured:,} | {planned:,} |")
+
+
+def quality(out: Path) -> None:
+    words = [f"training.max_tokens={TOKENS:g}"]
+    arms = {
+        "bf16 weights, bf16 gradients": ["parallel.grad_reduce=bf16"],
+        "nvfp4 weights, nvfp4 gradients": PACKED,
+    }
+    head("traffic", "held-out loss", "against BF16")
+    base = None
+    for i, (name, traffic) in enumerate(arms.items()):
+        loss = valid(run(out, f"quality_{i}", 2, *words, *traffic))
+        base = base or loss
+        print(f"| {name} | {loss:.4f} | {100 * (loss / base - 1):+.2f} % |", flush=True)
+
+
+PARTS = {"fp32": fp32, "nvfp4": nvfp4, "traffic": traffic, "quality": quality}
+
+if __name__ == "__main__":
+    folder, *names = sys.argv[1:]
+    for part in names or PARTS:
+        PARTS[part](Path(folder))
