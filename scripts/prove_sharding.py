@@ -1,7 +1,7 @@
 """What sharding does to a run's numbers and traffic, on CPUs over gloo: `python scripts/prove_sharding.py OUT [part ...]`.
 
-Trains quickstart (in micro-batches of 2 sequences, so that up to 4 ranks share a step, and uncompiled) with torchrun and prints
-tables in Markdown. Parts; all but the last with sequences of 64 tokens:
+Trains quickstart with torchrun (uncompiled, and in micro-batches of 2 sequences, so that up to 4 ranks share a step) and
+prints tables in Markdown. Parts, all but the last with sequences of 64 tokens:
 
     fp32      50 steps in fp32 under 1, 2 and 4 processes: the largest relative difference of the losses
     nvfp4     the same in nvfp4, beside other seeds: first losses, and whether final ones lie within the seeds' spread
