@@ -22,7 +22,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arms", nargs="+", default=["bf16", "nvfp4"], help="options of precision, with more words if wanted")
+    parser.add_argument(
+        "--arms", nargs="+", default=["bf16", "nvfp4"], help="options of precision, more words after"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/compare"))
     args, overrides = parser.parse_known_args()
     results = {}

@@ -110,3 +110,15 @@ def test_a_source_that_has_changed_is_refused(tiny_run, tmp_path):
     (run / "config.yaml").write_text(config)
     with pytest.raises(DataError, match=r"no longer is the text .* data=FILE_OR_FOLDER"):
         evaluate.main([f"run={run}"])
+
+
+def test_a_run_of_another_machines_backend_is_read_with_this_ones(tmp_path, tiny_run):
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run.path, run)
+    config = (run / "config.yaml").read_text()
+    assert "backend: auto" in config
+    (run / "config.yaml").write_text(config.replace("backend: auto", "backend: cublas"))
+    warnings = []
+    loaded = load_run(run, "cpu", warnings.append)
+    assert loaded.precision.backend == "emulated"
+    assert "precision.backend=cublas can't run here" in warnings[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from nvfp4_train.interop.weights import (
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import fill_
-from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, plan_for
+from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, backends, plan_for
 from nvfp4_train.precision.recipe import BF16_PLAN, phase_at
 from nvfp4_train.training.machine import resolve_device
 from nvfp4_train.training.memory import compute_dtype
@@ -109,9 +110,20 @@ def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> Train
         checkpoint.load(found, {"model": dict(model.named_parameters())})
     else:
         fill_(model, opened.weights)
-    precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
+    recipe = _computable(cfg.precision, target.type, warn)
+    precision = apply_recipe(model, recipe, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(opened.progress)
     return TrainedRun(**vars(opened), model=model.eval(), precision=precision, device=target)
+
+
+def _computable(cfg: PrecisionConfig, device: str, warn: Callable[[str], None]) -> PrecisionConfig:
+    """The recipe with a backend of this machine where the training's can't run: the formats stay, `warn` is told."""
+    try:
+        backends.check(cfg, device)
+    except ConfigError as error:
+        warn(f"{error} Until then precision.backend=auto computes the same formats.")
+        return dataclasses.replace(cfg, backend="auto")
+    return cfg
 
 
 def inference_plans(opened: OpenedModel) -> dict[str, LinearPlan]:
