@@ -105,9 +105,9 @@ def detect(curve: Curve, stop_at_trouble: bool = True) -> Found:
     return found
 
 
-def injected(curve: Curve, spike: Spike, onset: int) -> Curve:
+def injected(curve: Curve, spike: Spike, onset: int, before: int = 1500, after: int = 2500) -> Curve:
     """The steps around `onset`, with the spike."""
-    first, last = max(0, onset - 1500), min(len(curve.loss), onset + 2500)
+    first, last = max(0, onset - before), min(len(curve.loss), onset + after)
     loss, norm = curve.loss[first:last].copy(), curve.norm[first:last].copy()
     since = np.arange(len(loss) - (onset - first), dtype=float)
     sigma = float(np.std(loss[onset - first - 100 : onset - first]))
