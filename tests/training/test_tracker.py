@@ -51,6 +51,25 @@ def test_rows_arrive_in_order_under_their_names():
     assert not warnings
 
 
+def test_a_rewind_opens_the_tracker_anew_at_that_step():
+    sinks, opened = [Sink(), Sink()], []
+
+    def open_next(*at):
+        opened.append(at)
+        return sinks[len(opened) - 1]
+
+    tracker = Tracker([_SinkThread("wandb", open_next, 3, [].append)])
+    for step in (4, 5, 6):
+        tracker.log({"step": step, "loss": 9.0})
+    tracker.rewind(4)
+    tracker.log({"step": 5, "loss": 2.0})
+    tracker.finish()
+    assert opened == [(3, False), (4, True)]
+    assert sinks[0].closed
+    assert [step for step, _ in sinks[0].rows] == [4, 5, 6]
+    assert sinks[1].rows == [(5, {"loss": 2.0})]
+
+
 def failing_open():
     raise ModuleNotFoundError("No module named 'wandb'")
 
