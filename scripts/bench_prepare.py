@@ -119,7 +119,7 @@ def _killed(options: Options, work: Path, seconds: float) -> tuple[list[float], 
     rng = random.Random(options.seed)
     command, moments = _command(options, work / "killed"), []
     for _ in range(KILLS):
-        moments.append(rng.uniform(0.1, 0.9) * seconds * (1 - len(moments) / (KILLS + 1)))
+        moments.append(rng.uniform(0.05, 0.3) * seconds)  # together less than the whole
         process = subprocess.Popen(command)
         time.sleep(moments[-1])
         if process.poll() is not None:

@@ -158,8 +158,9 @@ class _Build:
                         shutil.rmtree(self._partial, ignore_errors=True)
         except OSError as error:
             raise DataError(
-                f"The prepared data can't be written to {self._target} ({error.strerror or error}): free space there and "
-                "start again (what is finished is kept), or set data.cache_dir (out=DIR of prepare) to another disk."
+                f"The prepared data can't be written to {self._target} ({error.strerror or error}): free space there (or "
+                "make it writable) and start again (what is finished is kept), or set data.cache_dir (out=DIR of "
+                "prepare) to another disk."
             ) from error
         return self._target
 

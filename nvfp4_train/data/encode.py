@@ -28,7 +28,7 @@ from nvfp4_train.data.workers import Workers
 from nvfp4_train.errors import ConfigError, DataError
 
 HASHES = 1 << 64
-BATCHES_PER_PIECE = 32
+BATCHES_PER_PIECE = 16
 _FEW_UNITS = 4  # a part: with fewer units each, parts share the units' pieces
 
 

@@ -1,6 +1,6 @@
 """Pieces: finished parts of the encoding, kept until the shards are written.
 
-A piece holds the documents of some 32 MiB of text in the order of the source:
+A piece holds the documents of some 16 MiB of text in the order of the source:
 
     tokens    little-endian, uint16 or uint32 as in the shards; each document's end with eos
     entries   for each document its two hashes (the 128 bits that tell documents apart), tokens and bytes of text

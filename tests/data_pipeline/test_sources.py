@@ -15,7 +15,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nvfp4_train.data import sources
+from nvfp4_train.data import readers, sources
 from nvfp4_train.data.sources import find_source
 from nvfp4_train.errors import DataError
 
@@ -148,6 +148,84 @@ def test_a_pipe_in_the_folder_is_passed_over_and_a_broken_link_is_named(tmp_path
     (tmp_path / "link.txt").symlink_to(tmp_path / "gone")
     with pytest.raises(DataError, match=r"link\.txt"):
         texts(tmp_path)
+
+
+def test_a_byte_order_mark_before_jsonl_is_passed_over(tmp_path):
+    for name in ("x.jsonl", "y.jsonl.gz"):
+        content = b"\xef\xbb\xbf" + lines("a", "\ufeffb")
+        (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / "z.jsonl").write_bytes(b"\xef\xbb\xbf")
+    assert texts(tmp_path) == ["a", "\ufeffb"] * 2
+
+
+def test_a_glob_gives_what_it_matches_once(tmp_path):
+    for name in ("a/x.txt", "a/deep/y.txt", "b/x.txt", "b/x.md", "c.txt", ".hidden/x.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+    assert texts(tmp_path / "*" / "*.txt") == ["a/x.txt", "b/x.txt"]
+    assert texts(tmp_path / "**") == ["a/deep/y.txt", "a/x.txt", "b/x.md", "b/x.txt", "c.txt"]
+    with pytest.raises(DataError, match="matches nothing"):
+        texts(tmp_path / "*.nothing")
+
+
+def test_a_url_gives_what_the_folder_would(tmp_path):
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for name, content in [("a.txt", b"a"), ("deep/b.jsonl.gz", gzip.compress(lines("b"))), (".c.txt", b"c")]:
+        store.pipe(f"/bucket/{name}", content)
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    table = pa.table({"text": ["p"]})
+    pq.write_table(table, tmp_path / "t.parquet")
+    store.pipe("/bucket/t.parquet", (tmp_path / "t.parquet").read_bytes())
+    assert texts("memory://bucket") == texts(f"file://{tmp_path}") == texts(tmp_path) == ["a", "b", "p"]
+    assert texts("memory://bucket/*.txt") == ["a"]
+    before = find_source("memory://bucket").fingerprint()
+    store.pipe("/bucket/a.txt", b"changed")
+    assert find_source("memory://bucket").fingerprint() != before
+    store.pipe("/bucket/bad.txt.zst", b"no zst")
+    with pytest.raises(DataError, match=r"/bucket/bad.txt.zst is truncated or damaged"):
+        texts("memory://bucket")
+    with pytest.raises(DataError, match="holds no text"):
+        texts("memory://nothing")
+    with pytest.raises(DataError, match=r"data.source=nope://x can't be listed"):
+        texts("nope://x")
+
+
+def test_a_line_too_long_to_be_parsed_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "MAX_LINE", 1 << 12)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", 1 << 10)
+    (tmp_path / "x.jsonl").write_bytes(lines("fine", "x" * 4000))
+    assert len(texts(tmp_path)) == 2
+    (tmp_path / "x.jsonl").write_bytes(lines("fine", "x" * 10_000))
+    with pytest.raises(DataError, match=r"x\.jsonl line 2 is longer than"):
+        texts(tmp_path)
+
+
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.txt").write_text("b")
+    documents = find_source(str(tmp_path)).documents()
+    next(documents)
+    (tmp_path / "b.txt").write_text("other")
+    with pytest.raises(DataError, match=r"b\.txt was changed while it was read"):
+        next(documents)
+
+
+def test_tiny_files_take_no_memory_mapping_each(tmp_path):
+    for i in range(300):
+        (tmp_path / f"{i}.txt").write_text(str(i))
+
+    def mappings() -> int:
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    (unit,) = find_source(str(tmp_path)).units
+    before = mappings()
+    blocks = [block for block, _ in unit.blocks()]
+    assert len(blocks) == 300
+    assert mappings() - before < 100
 
 
 def test_missing_empty_and_foreign_sources_are_refused(tmp_path):
