@@ -40,6 +40,10 @@ class RecoveryGaveUp(UserError):
     of_all_ranks = True
 
 
+class RankLost(UserError):
+    """Another process of the run is gone; the launcher starts all of them again. Exit code 1."""
+
+
 class StoppedBySignal(UserError):
     """A signal came and the state has been saved. Exit code 75."""
 

@@ -239,6 +239,9 @@ class CheckpointConfig:
     every_steps: int = MISSING
     keep_last: int = 2
     keep_every: int | None = None  # steps; such checkpoints are never deleted
+    dir: str | None = (
+        None  # null: run_dir/checkpoints; a folder, or an fsspec URL (s3://...), that all ranks reach
+    )
 
 
 @dataclass

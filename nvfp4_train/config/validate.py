@@ -126,8 +126,23 @@ def _check_numbers(cfg: Config) -> None:
     at_least(cfg.checkpoint, "checkpoint", 1, "every_steps", "keep_last", "keep_every")
     at_least(cfg.precision, "precision", 0, "health_every")
     positive(cfg.logging, "logging", "peak_tflops")
+    _check_place(cfg.checkpoint.dir)
     if cfg.checkpoint.keep_every is not None:
         divides(cfg.checkpoint, "checkpoint", "every_steps", "keep_every")
+
+
+def _check_place(folder: str | None) -> None:
+    """Raise ConfigError for a URL whose fsspec driver isn't there."""
+    if folder is None or "://" not in folder:
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(folder.partition("://")[0])
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"checkpoint.dir={folder} can't be used: {' '.join(str(error).split())}; give a folder, or install that driver."
+        ) from None
 
 
 def _letters() -> str:

@@ -8,13 +8,19 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from nvfp4_train.distributed.failures import START_TIMEOUT
+
 Result = TypeVar("Result")
 Group = dist.ProcessGroup | None
 
 
 def control_group() -> Group:
     """A gloo group of all ranks for host values, None in one process. A collective call."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+    return (
+        dist.new_group(backend="gloo", timeout=START_TIMEOUT)
+        if dist.is_initialized() and dist.get_world_size() > 1
+        else None
+    )
 
 
 def rank_in(group: Group) -> int:

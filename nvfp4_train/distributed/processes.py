@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nvfp4_train.config.layout import Layout
 from nvfp4_train.distributed.agreement import Group, control_group
+from nvfp4_train.distributed.failures import START_TIMEOUT, record_collectives
+from nvfp4_train.errors import ConfigError
 
 REPLICATE, FSDP = "replicate", "fsdp"
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # new name since 2.13
@@ -71,17 +74,46 @@ def launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start(device: torch.device, layout: Layout) -> Processes:
+def start(device: torch.device, layout: Layout, failures: Path | None = None) -> Processes:
     """Join the group that the launcher describes; a process started alone joins none.
 
-    A CUDA rank takes the GPU of its number on this machine.
+    A CUDA rank takes the GPU of its number on this machine. `failures`: the folder for records of collectives that fail.
     """
     if not launched():
         return ALONE
+    if failures is not None:
+        record_collectives(failures)
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    store, rank, size = _store()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=START_TIMEOUT)
     return Processes(dist.get_rank(), dist.get_world_size(), make_mesh(device.type, layout), control_group())
+
+
+def _store() -> tuple[dist.Store, int, int]:
+    """The group's store, this rank, and the number of ranks, from the launcher's environment variables.
+
+    torchrun's agents may share one store over all restarts (torch 2.13): without a prefix of its own a restarted rank would
+    look for the processes that are gone. Their number of restarts is the same for all ranks on one machine only.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: dist.Store = dist.TCPStore(
+        address, port, size, is_master=rank == 0 and not shared, timeout=START_TIMEOUT, wait_for_workers=False
+    )
+    if not shared:
+        return store, rank, size
+    if (
+        os.environ.get("LOCAL_WORLD_SIZE") != str(size)
+        and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    ):
+        raise ConfigError(
+            "torchrun --max-restarts on several machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment "
+            "(scripts/dgx/launch.sh sets it): without it restarted ranks can't find each other."
+        )
+    return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
 
 
 def make_mesh(device_type: str, layout: Layout) -> DeviceMesh:

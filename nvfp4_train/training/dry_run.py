@@ -152,6 +152,8 @@ def _memory(cfg: Config) -> Rows:
         "activations": "what autograd keeps of one micro-batch"
         + (f", x {COMPILED_SHARE:g} as torch.compile recomputes" if compiled else ""),
         "head": "one slice of logits, gradients of the head and its input",
+        "saving": "weights and moments again, which checkpoints are written from"
+        + (" (in the machine's memory)" if device.type == "cuda" else ""),
     }
     rows = [(name, f"{units.size(value):>9}  {why[name]}") for name, value in vars(need).items()]
     there = units.size(machine.memory_bytes(device))

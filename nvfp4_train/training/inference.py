@@ -34,6 +34,7 @@ from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, ba
 from nvfp4_train.precision.recipe import BF16_PLAN, phase_at
 from nvfp4_train.training.machine import resolve_device
 from nvfp4_train.training.memory import compute_dtype
+from nvfp4_train.training.run_folder import checkpoints_of
 
 MAX_WINDOW = 8192  # tokens of a Hugging Face model's text that are measured in one go
 
@@ -84,7 +85,7 @@ def open_model(run: str | Path, warn: Callable[[str], None]) -> OpenedModel:
     folder = path.parent.parent if path.parent.name == "checkpoints" else path
     cfg = load_config(folder)
     found = (
-        checkpoint.newest(folder / "checkpoints", warn)
+        checkpoint.newest(checkpoints_of(folder, cfg.checkpoint.dir), warn)
         if folder == path
         else checkpoint.open_checkpoint(path)
     )

@@ -30,6 +30,7 @@ class Memory:
     operands: int  # the linear weights in bf16: NVFP4 operands, or copies of the layers in BF16
     activations: int  # what autograd keeps of one micro-batch's blocks
     head: int  # a slice of logits, and the gradients that the loss makes in its forward pass
+    saving: int  # weights and moments again, the copy that a checkpoint is written from, where that is this memory
 
     @property
     def total(self) -> int:
@@ -48,6 +49,7 @@ def estimate(cfg: Config, device_type: str) -> Memory:
         operands=max(operands for _, operands in per_phase),
         activations=activations,
         head=_head(cfg, device_type),
+        saving=12 * n if device_type == "cpu" else 0,
     )
 
 

@@ -17,6 +17,7 @@ from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import parameter_count
 from nvfp4_train.training import machine
 from nvfp4_train.training.memory import Memory, estimate
+from nvfp4_train.training.run_folder import checkpoints_of
 
 
 class Problem(NamedTuple):
@@ -107,19 +108,22 @@ def _missing(source: str, key: str) -> Problem | None:
 
 
 def _disk(cfg: Config) -> Problem | None:
-    folder = Path(cfg.run_dir).expanduser().absolute()
+    folder = checkpoints_of(Path(cfg.run_dir).expanduser().absolute(), cfg.checkpoint.dir)
+    if not isinstance(folder, Path):
+        return None  # an object store doesn't tell
     existing = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     # While a checkpoint is written the older ones are still there.
     copies = cfg.checkpoint.keep_last + 1
     need, free = copies * checkpoint_bytes(cfg), shutil.disk_usage(existing).free
-    held = sum(f.stat().st_size for f in folder.glob("checkpoints/**/*") if f.is_file())
+    held = sum(f.stat().st_size for f in folder.glob("**/*") if f.is_file())
     if need <= free + held:
         return None
+    key = "run_dir" if cfg.checkpoint.dir is None else "checkpoint.dir"
     return Problem(
         what="disk",
         needed=f"{units.size(need)} for {copies} checkpoints of {units.size(checkpoint_bytes(cfg))}",
         there=f"{units.size(free)} free at {existing}",
-        remedy="run_dir=DIR on a larger disk" + (", or checkpoint.keep_last=1" * (copies > 2)),
+        remedy=f"{key}=DIR on a larger disk" + (", or checkpoint.keep_last=1" * (copies > 2)),
     )
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 from nvfp4_train.config.schema import Config, TrainingConfig
 from nvfp4_train.distributed import checkpoint
+from nvfp4_train.distributed.agreement import Group, from_first
 from nvfp4_train.distributed.checkpoint import Checkpoint
 from nvfp4_train.errors import CheckpointError
 from nvfp4_train.training.history import History, forget_journal, read_journal
 from nvfp4_train.training.metrics import truncate_after
 from nvfp4_train.training.recovery_report import abandoned_path
 from nvfp4_train.training.rewinding import discard_abandoned
-from nvfp4_train.training.run_folder import RunFolder
+from nvfp4_train.training.run_folder import RunFolder, checkpoints_of
 
 # Keys that don't decide what a step computes (or, as the budget and the limits, are meant to be moved).
 MAY_CHANGE = (
@@ -70,16 +71,33 @@ class Start:
         return (self.checkpoint.values.get("data"), self.checkpoint.step) if self.checkpoint else (None, 0)
 
 
-def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None]) -> Start:
+def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None], group: Group = None) -> Start:
     """Find the newest whole checkpoint, compare configurations, cut metrics.jsonl back, record this launch.
 
+    All ranks of `group` call, share the checking of the files and get the same; the first one writes.
     Without a checkpoint there is nothing to go on with: the run starts over, with any configuration.
     Raises CheckpointError when `cfg` differs in a key that must stay, with all such keys.
     """
-    checkpoint.sweep(folder.checkpoints)
+    places, history = from_first(group, lambda: _clean(folder))
+    for place in places:
+        if found := checkpoint.newest(place, warn, group):
+            break
+    return from_first(group, lambda: _begin(folder, cfg, found, history))
+
+
+def _clean(folder: RunFolder) -> tuple[list[str], History]:
+    """Where checkpoints may be, with what a killed launch left taken out: where they go now, and where the latest launch
+    put them if that was elsewhere."""
+    saved = (folder.saved_config or {}).get("checkpoint", {}).get("dir")
+    places = list(dict.fromkeys([str(folder.checkpoints), str(checkpoints_of(folder.path, saved))]))
+    for place in places:
+        checkpoint.sweep(place)
     history = read_journal(folder.path)
     discard_abandoned(folder, history)  # a kill may have come between a rewind's journal and the rest of it
-    found = checkpoint.newest(folder.checkpoints, warn)
+    return places, history
+
+
+def _begin(folder: RunFolder, cfg: Config, found: Checkpoint | None, history: History) -> Start:
     changed = {}
     if found is None and _is_another_run(folder, cfg):
         history = forget_journal(folder.path)

@@ -17,11 +17,12 @@ from nvfp4_train.config.schema import Config, LoggingConfig
 from nvfp4_train.data.corpora import Corpora, open_corpora, prepare_corpora
 from nvfp4_train.data.mixture import describe, to_json
 from nvfp4_train.distributed.agreement import LaggedMax, control_group, from_first
+from nvfp4_train.distributed.failures import NoPeers, PeerWatch
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.processes import start as start_processes
 from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.distributed.traffic import Traffic
-from nvfp4_train.errors import ConfigError
+from nvfp4_train.errors import ConfigError, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import fill_, initialize_
@@ -42,7 +43,7 @@ from nvfp4_train.training.plots import plot_run
 from nvfp4_train.training.recovery import Recovery
 from nvfp4_train.training.resume import Start
 from nvfp4_train.training.rewinding import write_missing_events
-from nvfp4_train.training.run_folder import RunFolder
+from nvfp4_train.training.run_folder import RunFolder, checkpoints_of
 from nvfp4_train.training.sampling import sample_text
 from nvfp4_train.training.schedule import build_schedule
 from nvfp4_train.training.signals import StopRequest
@@ -65,16 +66,25 @@ def run(cfg: Config, overrides: Sequence[str]) -> None:
     """
     with StopRequest() as stop:
         device = machine.resolve_device(cfg.device)
-        processes = start_processes(device, layout_of(cfg, world_size()))
+        failures = Path(cfg.run_dir).expanduser().absolute() / "failures"
+        processes = start_processes(device, layout_of(cfg, world_size()), failures)
         folder = _open_folder(cfg, processes)
         with open(os.devnull, "w") as nowhere:
             if processes.first:
                 console = Console(folder.console_log, cfg.logging.console)
             else:
                 console = Console(None, "lines", nowhere)
+            peers = PeerWatch(failures, console.warning) if processes.size > 1 else NoPeers()
             try:
-                _launch(cfg, overrides, folder, console, stop, processes, device)
+                _launch(cfg, overrides, folder, console, stop, processes, device, peers)
+            except StoppedBySignal:
+                raise
+            except Exception as error:
+                if (told := peers.explain(error)) is error:
+                    raise
+                raise told from error
             finally:
+                peers.close()
                 console.close()
                 folder.close()
         processes.stop()
@@ -85,11 +95,11 @@ def _open_folder(cfg: Config, processes: Processes) -> RunFolder:
     held = []
 
     def hold() -> tuple[Path, str]:
-        held.append(RunFolder(cfg.run_dir))
+        held.append(RunFolder(cfg.run_dir, cfg.checkpoint.dir))
         return held[0].path, held[0].run_id
 
     path, run_id = from_first(processes.control, hold)
-    return held[0] if held else RunFolder.held_by_first(path, run_id)
+    return held[0] if held else RunFolder.held_by_first(path, run_id, cfg.checkpoint.dir)
 
 
 def _launch(
@@ -100,10 +110,11 @@ def _launch(
     stop: StopRequest,
     processes: Processes,
     device: torch.device,
+    peers: NoPeers,
 ) -> None:
     if device.type == "cpu":
         machine.keep_freed_memory()
-    start = from_first(processes.control, lambda: resume.begin(folder, cfg, console.warning))
+    start = resume.begin(folder, cfg, console.warning, processes.control)
     if start.finished:
         tokens = start.checkpoint.tokens
         console.info(
@@ -169,6 +180,7 @@ def _launch(
     tracker = build_tracker(
         logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
     )
+    saving = peers.waits_for_disks = control_group()
     with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
@@ -186,10 +198,11 @@ def _launch(
             console,
             tracker,
             device,
-            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, control_group()),
+            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, saving),
             LaggedMax(control_group()),
             processes,
             sharded.traffic if sharded else Traffic(),
+            peers,
         )
         # What is there by now stays to the end: the garbage collector need not look through it again and again.
         gc.collect()
@@ -322,7 +335,7 @@ def _summary(cfg: Config, overrides: Sequence[str], folder: RunFolder, trainer: 
         launch_seconds=trainer.seconds,
         loss=sum(losses) / max(1, len(losses)),
         precision=trainer.precision.summary(),
-        checkpoint=shown / "checkpoints" / f"step_{state.step:08d}",
+        checkpoint=f"{checkpoints_of(shown, cfg.checkpoint.dir)}/step_{state.step:08d}",
         plot=shown / _plot_path(folder).relative_to(folder.path),
         held_out=held_out,
         baselines=trainer.corpora.baselines() if whole else None,

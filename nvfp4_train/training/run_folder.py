@@ -6,7 +6,8 @@ environment.json   one entry a launch: versions, machine, commit, command line
 tokenizer.model    the tokenizer (or tokenizer.json), so that the run can be used where its data is not
 metrics.jsonl      one object a step, and events
 console.log        what was printed
-checkpoints/       step_XXXXXXXX folders
+checkpoints/       step_XXXXXXXX folders (elsewhere with checkpoint.dir)
+failures/          collectives and stacks of ranks that lost another one
 plots/
 """
 
@@ -42,13 +43,13 @@ _PACKAGES = ("numpy", "triton", "transformer-engine", "mamba-ssm", "sentencepiec
 class RunFolder:
     """A run folder that this process holds: no other trainer can open it until `close`."""
 
-    def __init__(self, path: str | Path) -> None:
-        """Make the folder, or open the one of an earlier launch.
+    def __init__(self, path: str | Path, checkpoints: str | None = None) -> None:
+        """Make the folder, or open the one of an earlier launch. `checkpoints`: `checkpoint.dir`, their own place.
 
         Raises CheckpointError when another process trains in it, when it holds files of something else, or when
         a newer version of this program wrote it.
         """
-        self._locate(Path(path).expanduser().absolute())
+        self._locate(Path(path).expanduser().absolute(), checkpoints)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._hold()
@@ -63,10 +64,10 @@ class RunFolder:
             raise
 
     @classmethod
-    def held_by_first(cls, path: Path, run_id: str) -> RunFolder:
+    def held_by_first(cls, path: Path, run_id: str, checkpoints: str | None) -> RunFolder:
         """The folder that the first rank holds, as the other ranks know it: they read it, and write checkpoints' parts."""
         folder = cls.__new__(cls)
-        folder._locate(path)
+        folder._locate(path, checkpoints)
         folder._run, folder._lock = {"run_id": run_id}, None
         return folder
 
@@ -95,7 +96,6 @@ class RunFolder:
 
     def start(self, cfg: Config) -> None:
         """Record the configuration and the environment of this launch; the run counts as unfinished again."""
-        self.checkpoints.mkdir(exist_ok=True)
         self.plots.mkdir(exist_ok=True)
         write_text(self.path / "config.yaml", config_yaml(cfg))
         path = self.path / "environment.json"
@@ -112,9 +112,9 @@ class RunFolder:
         if self._lock is not None:
             self._lock.close()
 
-    def _locate(self, path: Path) -> None:
+    def _locate(self, path: Path, checkpoints: str | None) -> None:
         self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = checkpoints_of(path, checkpoints)
         self.plots = path / "plots"
         self.metrics = path / "metrics.jsonl"
         self.console_log = path / "console.log"
@@ -161,6 +161,13 @@ class RunFolder:
     def _update(self, **fields: Any) -> None:
         self._run |= fields
         write_text(self.path / "run.json", json.dumps(self._run, indent=1) + "\n")
+
+
+def checkpoints_of(run: Path, configured: str | None) -> str | Path:
+    """The folder (or fsspec URL) of the checkpoints of the run in the folder `run`, given its `checkpoint.dir`."""
+    if configured is None:
+        return run / "checkpoints"
+    return configured if "://" in configured else Path(configured).expanduser().absolute()
 
 
 def config_yaml(cfg: Config) -> str:

@@ -16,6 +16,7 @@ from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.loader import Loader
 from nvfp4_train.data.sampler import Sampler
 from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.failures import NoPeers
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.distributed.traffic import Traffic
@@ -72,12 +73,13 @@ class Trainer:
         agree: LaggedMax,
         processes: Processes,
         traffic: Traffic,
+        peers: NoPeers,
     ) -> None:
         self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
         self.schedule, self.corpora, self.device = schedule, corpora, device
         self.writer, self.console, self.tracker = writer, console, tracker
         self.saver, self._agree = saver, agree
-        self.processes, self._traffic = processes, traffic
+        self.processes, self._traffic, self._peers = processes, traffic, peers
         self.recovery = state.recovery
         self._rewinder = Rewinder(
             cfg.recovery, folder, state, precision, saver, writer, tracker, console, processes.control
@@ -122,6 +124,7 @@ class Trainer:
                 while self.state.step < self.total_steps:
                     self._step()
                     stop.defer()
+                    self._peers.step_done(self.state.step)
                     self._after_step(stop)
         except RecoveryGaveUp as error:
             own = isinstance(error.__cause__, OSError)  # this rank's trouble, not that of all

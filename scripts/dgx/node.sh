@@ -9,6 +9,8 @@ echo $$ >"$pidfile"
 trap 'rm -f "$pidfile"' EXIT
 # torchrun hands SIGTERM on, and kills what is left after 30 seconds, too few for a large checkpoint; torch 2.11 knows no other.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
+# A new store for each restart: a shared one still holds the addresses of the processes that are gone (torch 2.13).
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 trap 'stopped=1; kill -TERM "$torchrun"' TERM
 stopped=0
 

@@ -84,7 +84,7 @@ def test_help_names_every_option(capsys):
         ("optimizer.lr=fast", "it must be a number"),
         ("training.validate_bf16=perhaps", "it must be true or false"),
         ("precision=nvfp8", "did you mean nvfp4?"),
-        ("precision=int4", "choose bf16, fp32, nvfp4"),
+        ("precision=int4", "no such precision; choose bf16, fp32"),
         ("precision.rules=[{module:x,format:bf16}]", "module"),
         ("hydra.run.dir=x", "run_dir=DIR"),
         ("quickstart", "write +experiment=quickstart"),

@@ -1,0 +1,101 @@
+"""Ranks that are killed, stopped or broken, and what the others say about it: real processes over gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# For each deed three ranks reduce without end; rank 1 does it to itself in its third step. Forked: torch is imported once.
+_RANKS = """
+import datetime, json, os, pathlib, signal, sys, traceback
+import torch, torch.distributed as dist
+from nvfp4_train.distributed import failures
+
+def rank_of(rank, port, deed, folder):
+    failures.record_collectives(folder)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    say = lambda line: (folder / f"said_{rank}").open("a").write(line)
+    watch = failures.PeerWatch(folder, say, tick=0.1, patience=10_000 if deed == "hang" else 20)
+    if deed == "hang":
+        failures.STEP_TIMEOUT = datetime.timedelta(seconds=2)
+        failures.short_timeouts()
+    try:
+        for step in range(1, 6):
+            watch.at(f"step {step}")
+            if rank == 1 and step == 3:
+                if deed == "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if deed == "raise":
+                    raise ValueError("a bug in one rank")
+                signal.pause() if deed == "hang" else os.kill(os.getpid(), signal.SIGSTOP)
+            dist.all_reduce(torch.ones(7))
+    except Exception as error:
+        error = watch.explain(error)
+        say(f"{type(error).__name__}: {error}")
+        os._exit(1)
+    os._exit(0)
+
+children = {}
+for deed in sys.argv[2:]:
+    folder = pathlib.Path(sys.argv[1]) / deed
+    folder.mkdir()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    children[deed] = store, []
+    for rank in range(3):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                rank_of(rank, store.port, deed, folder)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(9)
+        children[deed][1].append(pid)
+codes = {}
+for deed, (_, pids) in children.items():
+    codes[deed] = [os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in (0, 2)]
+    if deed in ("hang", "stop"):
+        os.kill(pids[1], signal.SIGKILL)
+print(json.dumps(codes))
+"""
+DEEDS = {
+    "kill": "is gone or hangs, last seen at",
+    "hang": "is gone or hangs, last seen at step 3",
+    "raise": "ended at step 3 with ValueError: a bug in one rank",
+    "stop": "has shown no sign of life for 2 s",
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, "-c", _RANKS, str(folder), *DEEDS],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return folder, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_the_others_name_the_rank_and_the_collective(results, deed):
+    folder, codes = results
+    assert codes[deed] == [1, 1]
+    for rank in (0, 2):
+        report = (folder / deed / f"said_{rank}").read_text()
+        assert DEEDS[deed] in report
+        assert f"rank 1 ({socket.gethostname()}, process " in report
+        assert "in gloo:all_reduce [[7]] of group default_pg" in report
+    dumped = json.loads((folder / deed / "rank_0.json").read_text())
+    assert dumped["at"] == "step 3"
+    assert dumped["collectives"][-1]["profiling_name"] == "gloo:all_reduce"
+    assert dumped["stacks"]
