@@ -124,12 +124,12 @@ _SIGNAL_IN_VALIDATION = """
 import os, signal
 from nvfp4_train.training import trainer
 score = trainer.score
-def scored(model, cfg, dataset, limit, look):
+def scored(model, cfg, dataset, limit, look, *more):
     def progress(share):
         if share == 0.5:
             os.kill(os.getpid(), signal.SIGTERM)
         look(share)
-    return score(model, cfg, dataset, limit, progress)
+    return score(model, cfg, dataset, limit, progress, *more)
 trainer.score = scored
 """
 

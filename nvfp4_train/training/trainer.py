@@ -156,8 +156,7 @@ class Trainer:
         if stopping and (not last or self.state.unfinished):
             name = stop.signal.name if stop.signal else "a signal to another rank"
             raise StoppedBySignal(
-                f"stopped by {name} after step {step}, and the state of step {self.state.step} is saved: run the same "
-                "command to go on."
+                f"stopped by {name} after step {self.state.step}, which is saved: run the same command to go on."
             )
         self._rewinder.snapshot_if_due()
 
