@@ -25,14 +25,15 @@ import torch
 import torch.distributed as dist
 from nvfp4_kernels import BLOCK, CounterKey, QuantizedTensor, amax, quantize
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import Shard
 
-from nvfp4_train.config.layout import layout_of, shard_dim
+from nvfp4_train.config.layout import Layout, layout_of, shard_dim
 from nvfp4_train.config.schema import Config
 from nvfp4_train.distributed import reduce
-from nvfp4_train.distributed.processes import FSDP, REPLICATE, Processes, all_gather
+from nvfp4_train.distributed.processes import FSDP, REPLICATE, Processes, all_gather, make_mesh
 from nvfp4_train.distributed.traffic import Traffic, gradient_parts
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.precision import formats
@@ -53,7 +54,7 @@ class ShardedModel:
             4, dtype=torch.int64, device=device
         )  # seed, step, micro-batch; see `follow`
         self._codes, self.grad_reduce = cfg.parallel.weight_gather == "nvfp4", cfg.parallel.grad_reduce
-        self._wrap(model, processes)
+        self._units = wrap(model, processes.mesh)
         model.to_empty(device=device)
         self._weights = self._extend(model) if model.compute_dtype != torch.float32 else []
         self._set_collectives(model, cfg, processes)
@@ -80,32 +81,6 @@ class ShardedModel:
         self.traffic.all_reduce("weights/amax", mine.nbytes, self.group.size())
         for weight, value in zip(weights, mine.unbind(), strict=True):
             weight.amax.copy_(value)
-
-    def _wrap(self, model: HybridModel, processes: Processes) -> None:
-        mesh = processes.mesh if processes.mesh[REPLICATE].size() > 1 else processes.mesh[FSDP]
-        dims = {
-            module.weight: shard_dim(*module.weight.shape, mesh[FSDP].size())
-            for module in model.modules()
-            if isinstance(module, Linear)
-        }
-
-        def place(parameter: nn.Parameter) -> Shard:
-            return Shard(dims.get(parameter) or 0)
-
-        self._units = [model.embeddings, *model.layers, model.lm_head, model]
-        for unit in self._units:
-            # Always back to shards, the root too: after a validation the optimizer and checkpoints must see shards.
-            fully_shard(unit, mesh=mesh, shard_placement_fn=place, reshard_after_forward=True)
-            # The loss is divided by the number of all targets before backward: gradients are summed, not averaged.
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)
-        for unit in (model.embeddings, model.lm_head):
-            unit.set_unshard_in_backward(False)  # their gradients don't depend on them
-        register_fsdp_forward_method(model.lm_head, "loss")
-        register_fsdp_forward_method(model, "loss")
-        for module in (model, *model.layers):
-            for method in ("prefill", "step"):
-                register_fsdp_forward_method(module, method)
 
     def _extend(self, model: HybridModel) -> list[_TravellingWeight]:
         linears = {id(m): m for m in model.modules() if isinstance(m, Linear)}
@@ -138,6 +113,47 @@ class ShardedModel:
                 unit.set_all_reduce_hook(
                     lambda output: self.traffic.all_reduce("gradients/copies", output.nbytes, copies)
                 )
+
+
+def wrap(model: HybridModel, mesh: DeviceMesh) -> list[nn.Module]:
+    """Shard the parameters of a model over `mesh` (replicate, fsdp), one unit a block; returns the units."""
+    mesh = mesh if mesh[REPLICATE].size() > 1 else mesh[FSDP]
+    dims = {
+        module.weight: shard_dim(*module.weight.shape, mesh[FSDP].size())
+        for module in model.modules()
+        if isinstance(module, Linear)
+    }
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(dims.get(parameter) or 0)
+
+    units = [model.embeddings, *model.layers, model.lm_head, model]
+    for unit in units:
+        # Always back to shards, the root too: after a validation the optimizer and checkpoints must see shards.
+        fully_shard(unit, mesh=mesh, shard_placement_fn=place, reshard_after_forward=True)
+        # The loss is divided by the number of all targets before backward: gradients are summed, not averaged.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    for unit in (model.embeddings, model.lm_head):
+        unit.set_unshard_in_backward(False)  # their gradients don't depend on them
+    register_fsdp_forward_method(model.lm_head, "loss")
+    register_fsdp_forward_method(model, "loss")
+    for module in (model, *model.layers):
+        for method in ("prefill", "step"):
+            register_fsdp_forward_method(module, method)
+    return units
+
+
+def shards_of_rank0(model: HybridModel, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """{parameter: shape of its shard on rank 0} of a meta model, as PyTorch splits it for a process group that is faked."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=layout.ranks)
+    try:
+        wrap(model, make_mesh("cpu", layout))
+        return {name: tuple(p.to_local().shape) for name, p in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
 
 
 class _TravellingWeight:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from nvfp4_kernels import backend_report, gemm_report
@@ -9,9 +10,11 @@ from nvfp4_kernels import backend_report, gemm_report
 from nvfp4_train import units
 from nvfp4_train.config.blocking import plans
 from nvfp4_train.config.checks import BLOCKS
+from nvfp4_train.config.layout import layout_of, micro_batches_a_rank
 from nvfp4_train.config.schema import Config, PrecisionConfig
 from nvfp4_train.data.mixture import describe as mixed
 from nvfp4_train.data.mixture import planned
+from nvfp4_train.distributed.traffic import bf16_plan, gradient_parts, plan
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import flops_per_token, linear_layers, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
@@ -42,6 +45,7 @@ def describe(cfg: Config) -> str:
     sections: dict[str, Rows] = {
         f"{cfg.experiment} (dry run)": _run(cfg, parameters),
         **_precision(cfg),
+        **_sharding(cfg),
         "memory on one device": _memory(cfg),
         f"learning rate ({cfg.schedule.name})": _schedule(cfg),
         "this machine": _machine(cfg),
@@ -140,9 +144,46 @@ def _phase(cfg: Config, phase: str) -> Rows:
     ]
 
 
+def _sharding(cfg: Config) -> dict[str, Rows]:
+    """Shards and traffic of several ranks; the shards are checked against those that PyTorch makes."""
+    layout = layout_of(cfg)
+    if layout.ranks == 1:
+        return {}
+    from nvfp4_train.distributed.fsdp import shards_of_rank0
+
+    model = HybridModel(cfg.model, "meta")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parts = gradient_parts(shapes, cfg, layout)
+    shards = shards_of_rank0(model, layout)
+    for name, part in parts.items():
+        if math.prod(shards[name]) * layout.fsdp != part.numel:
+            raise AssertionError(f"PyTorch gives rank 0 {shards[name]} of {name}, the plan {part}")
+    held = sum(math.prod(shape) for shape in shards.values())
+    columns = [name for name, part in parts.items() if part.dim == 1]
+    padding = layout.fsdp * held - sum(math.prod(shape) for shape in shapes.values())
+    rows = [
+        ("ranks", layout.describe(cfg)),
+        ("micro-batches", f"{micro_batches_a_rank(cfg, layout)} a rank and step"),
+        (
+            "shard",
+            f"{held:,} parameters on rank 0, as PyTorch splits them; {padding:,} of padding over all ranks",
+        ),
+        ("split", f"{len(parts) - len(columns)} parameters by rows, {len(columns)} by columns"),
+    ]
+    sent, bf16 = plan(shapes, cfg, layout), bf16_plan(shapes, cfg, layout)
+    for purpose, n in sent.items():
+        share = f"  {100 * n / bf16[purpose]:5.1f} % of BF16's" if bf16.get(purpose) else ""
+        rows.append((purpose, f"{units.size(n):>9} sent a rank and step{share}"))
+    total, of_bf16 = sum(sent.values()), sum(bf16.values())
+    rows.append(
+        ("total", f"{units.size(total):>9} sent a rank and step  {100 * total / of_bf16:5.1f} % of BF16's")
+    )
+    return {"sharding": rows}
+
+
 def _memory(cfg: Config) -> Rows:
     device = machine.resolve_device(cfg.device)
-    need = estimate(cfg, device.type)
+    need = estimate(cfg, device.type, layout_of(cfg))
     compiled = cfg.training.compile != "off"
     why = {
         "weights": "fp32 master weights, 4 bytes a parameter",
@@ -151,11 +192,12 @@ def _memory(cfg: Config) -> Rows:
         "operands": "linear weights as bf16 operands, kept beside the master weights",
         "activations": "what autograd keeps of one micro-batch"
         + (f", x {COMPILED_SHARE:g} as torch.compile recomputes" if compiled else ""),
+        "gathered": "of a sharded model, what is whole at one time",
         "head": "one slice of logits, gradients of the head and its input",
         "saving": "weights and moments again, which checkpoints are written from"
         + (" (in the machine's memory)" if device.type == "cuda" else ""),
     }
-    rows = [(name, f"{units.size(value):>9}  {why[name]}") for name, value in vars(need).items()]
+    rows = [(name, f"{units.size(value):>9}  {why[name]}") for name, value in vars(need).items() if value]
     there = units.size(machine.memory_bytes(device))
     total = f"{units.size(need.total):>9}  and working memory of single operations; this machine has {there}"
     return [*rows, ("total", total)]

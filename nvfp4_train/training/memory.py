@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from nvfp4_train.config.layout import Layout
 from nvfp4_train.config.schema import Config
-from nvfp4_train.model.flops import LinearLayer, linear_layers, parameter_count
+from nvfp4_train.model.flops import LinearLayer, linear_layers, linear_parameters, parameter_count
 from nvfp4_train.model.hybrid import Block
 from nvfp4_train.model.loss import SLICE_ELEMENTS
 from nvfp4_train.precision.recipe import LinearPlan, phases_of, plan_for
@@ -17,6 +18,8 @@ from nvfp4_train.precision.recipe import LinearPlan, phases_of, plan_for
 # What torch.compile keeps of the activations that eager autograd keeps: 0.5 to 0.6 of a model, measured on
 # quickstart and 125m_hybrid; it recomputes elementwise results in the backward pass.
 COMPILED_SHARE = 0.5
+
+ONE = Layout(1, 1)
 
 
 @dataclass(frozen=True)
@@ -31,26 +34,36 @@ class Memory:
     activations: int  # what autograd keeps of one micro-batch's blocks
     head: int  # a slice of logits, and the gradients that the loss makes in its forward pass
     saving: int  # weights and moments again, the copy that a checkpoint is written from, where that is this memory
+    gathered: int = 0  # of a sharded model: what is whole at one time (`_gathered`)
 
     @property
     def total(self) -> int:
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def estimate(cfg: Config, device_type: str) -> Memory:
-    """The memory of the run that `cfg` describes, on one device of this type ("cpu" or "cuda")."""
-    n = parameter_count(cfg.model)
+def estimate(cfg: Config, device_type: str, layout: Layout = ONE) -> Memory:
+    """The memory of the run that `cfg` describes, on one device (a rank's) of this type ("cpu" or "cuda")."""
+    n = parameter_count(cfg.model) // layout.fsdp
     per_phase = [_blocks(cfg, phase.name) for phase in phases_of(cfg.precision)]
     activations = max(activations for activations, _ in per_phase)
     return Memory(
         weights=4 * n,
         moments=8 * n,
         gradients=4 * n,
-        operands=max(operands for _, operands in per_phase),
+        operands=max(operands for _, operands in per_phase) // layout.fsdp,
         activations=activations,
         head=_head(cfg, device_type),
         saving=12 * n if device_type == "cpu" else 0,
+        gathered=_gathered(cfg) if layout.ranks > 1 else 0,
     )
+
+
+def _gathered(cfg: Config) -> int:
+    """Of two blocks what arrived and what is multiplied, both bf16; of one the gradient and what is reduced, both fp32. Of
+    embeddings or head: what arrived, the same in fp32, the gradient and what is reduced."""
+    block = max(linear_parameters(letter, cfg.model) for letter in cfg.model.pattern)
+    table = cfg.model.vocab_size * cfg.model.hidden_size
+    return max(2 * block * (2 + 2) + block * (4 + 4), table * (2 + 4 + 4 + 4))
 
 
 def compute_dtype(cfg: Config) -> torch.dtype:

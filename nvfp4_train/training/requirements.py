@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from nvfp4_train import units
+from nvfp4_train.config.layout import Layout, layout_of, world_size
 from nvfp4_train.config.load import compose_config, option_names
 from nvfp4_train.config.schema import Config
 from nvfp4_train.data.sources import HUGGING_FACE
@@ -59,10 +60,10 @@ def checkpoint_bytes(cfg: Config) -> int:
 
 
 def _memory(cfg: Config, device_type: str, there: int) -> Problem | None:
-    need = estimate(cfg, device_type)
+    need = estimate(cfg, device_type, _layout(cfg))
     if need.total <= there:
         return None
-    parts = ", ".join(f"{name} {units.size(value)}" for name, value in vars(need).items())
+    parts = ", ".join(f"{name} {units.size(value)}" for name, value in vars(need).items() if value)
     return Problem(
         what="memory",
         needed=f"{units.size(need.total)} on one device, for {parameter_count(cfg.model):,} parameters\n       ({parts})",
@@ -76,15 +77,20 @@ def _less_memory(cfg: Config, device_type: str, there: int, need: Memory) -> str
     batch = cfg.training.global_batch_size
     for size in (n for n in range(cfg.training.micro_batch_size - 1, 0, -1) if batch % n == 0):
         smaller = replace(cfg, training=replace(cfg.training, micro_batch_size=size))
-        if (total := estimate(smaller, device_type).total) <= there:
+        if (total := estimate(smaller, device_type, _layout(cfg)).total) <= there:
             return f"training.micro_batch_size={size}, which needs {units.size(total)} and trains the same batches"
     state = need.weights + need.moments + need.gradients
     if state < there:
         return "a shorter training.seq_len, or a smaller model (model.pattern, model.hidden_size, ...)"
     return (
-        f"a larger device or a smaller model; weights, moments and gradients alone take {units.size(state)},\n"
-        "       and sharding them over several GPUs (parallel.fsdp) is not supported yet"
+        "more ranks (torchrun; parallel.fsdp), a larger device or a smaller model; weights, moments and gradients\n"
+        f"       alone take {units.size(state)} a rank"
     )
+
+
+def _layout(cfg: Config) -> Layout:
+    """That of the run, or of the plan of a run."""
+    return layout_of(cfg, None if cfg.dry_run else world_size())
 
 
 def _data(cfg: Config) -> Problem | None:

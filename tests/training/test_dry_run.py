@@ -114,3 +114,17 @@ def test_columns_are_aligned_and_lines_fit(cfg):
         assert all(line == line.rstrip() for line in lines)
         starts = {re.match(r"  \S.*?  +", line).end() for line in lines if re.match(r"  \S", line)}
         assert len({min(starts), *starts}) <= 2
+
+
+def test_shards_and_traffic_of_256_ranks_are_planned_and_checked_against_pytorch():
+    words = ["training.global_batch_size=768", "parallel.fsdp=64", "parallel.replicate=4"]
+    packed = ["parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
+    text = dry_run.describe(
+        compose_config(["+experiment=12b_hybrid", "device=cpu", "dry_run=true", *words, *packed])
+    )
+    assert "4 copies of the model, each in 64 shards" in text
+    assert f"{12_310_001_152 // 64:,} parameters on rank 0" in text
+    assert "28 by columns" in text  # in_proj has 1416 blocks of rows
+    assert re.search(r"weights/quantized .* 25\.\d % of BF16's", text)
+    assert re.search(r"gradients/quantized .* 28\.\d % of BF16's", text)
+    assert re.search(r"weights +734 MiB", text)
