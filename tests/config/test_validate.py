@@ -102,7 +102,10 @@ def test_every_option_is_valid(group):
             r"phase='tail' matches none of main",
         ),
         ({"precision.phases": [PhaseConfig(name="tail", start=0.9)]}, r"starts=\[0\.9\] must begin with 0"),
-        ({"precision.backend": "te"}, r"precision\.backend='te' is unknown: choose auto, emulated"),
+        (
+            {"precision.backend": "fp4"},
+            r"precision\.backend='fp4' is unknown: choose auto, emulated, triton, cublas, te",
+        ),
         (
             {"precision.name": "int4"},
             r"precision\.name='int4' is unknown: choose nvfp4, mxfp4, fp8, bf16, fp32",
