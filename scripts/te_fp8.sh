@@ -16,10 +16,8 @@ if "$python" -m nvfp4_train.pretrain "${common[@]}" precision=nvfp4 precision.ba
   echo "precision=nvfp4 precision.backend=te runs on this GPU"
 fi
 
-"$python" scripts/compare_precisions.py --out runs/te "${common[@]}" training.max_steps=200 --arms bf16 fp8 \
-  "fp8 precision.backend=te precision.te_recipe=delayed" \
-  "fp8 precision.backend=te precision.te_recipe=current" \
-  "fp8 precision.backend=te precision.te_recipe=block"
+"$python" -m nvfp4_train.compare out=runs/te "${common[@]}" training.max_steps=200 \
+  "arms=[bf16,fp8,fp8:backend=te:te_recipe=delayed,fp8:backend=te:te_recipe=current,fp8:backend=te:te_recipe=block]"
 
 delayed=(precision=fp8 precision.backend=te precision.te_recipe=delayed checkpoint.every_steps=60)
 "$python" -m nvfp4_train.pretrain "${common[@]}" "${delayed[@]}" training.max_steps=120 run_dir=runs/te/whole

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.skipif(
 INTERPRET = """
 import torch
 from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize, producers
-from nvfp4_kernels.triton import ops
+from nvfp4_kernels import FP8, MXFP4, quantize_blocks
+from nvfp4_kernels.triton import blockscaled, ops
 
 def same(got, expected, name):
     assert got.shape == expected.shape, name
@@ -50,6 +51,28 @@ def check_square(x, output):
     same(g[0], e.codes, "square codes")
     same(g[1], e.scales.view(torch.uint8), "square scales")
 
+def check_blocks():
+    x = torch.randn(32, 80) * torch.exp(3 * torch.randn(32, 1))
+    key = CounterKey(5, 7, 2**32 - 1, 9, role=1, row_offset=32, col_offset=48)
+    for fmt, block, draw, rotate, output in (
+        (MXFP4, (1, 32), key, False, "codes"), (MXFP4, (32, 1), key, True, "codes"),
+        (MXFP4, (32, 32), None, False, "operand"),
+        (FP8, (1, 128), None, False, "operand_fp32"), (FP8, (128, 1), None, False, "codes"),
+        (FP8, (128, 128), None, False, "operand"),
+    ):
+        turned, square = block[1] == 1, block[0] == block[1]
+        options = {"square": square, "key": draw, "transpose": turned, "rotate": rotate, "output": output}
+        e = quantize_blocks(x.bfloat16(), fmt, backend="reference", **options)
+        g = blockscaled.quantize_blocks(x.bfloat16(), fmt, block, draw, rotate, output)
+        turn = (lambda t: t.t()) if turned else (lambda t: t)
+        if output != "codes":
+            same(turn(g[0]), e.cached_operand, f"{fmt.name} {block}")
+            continue
+        same(turn(g[0]), e.codes.view(torch.uint8), f"{fmt.name} {block} codes")
+        same(turn(g[1]), e.scales, f"{fmt.name} {block} scales")
+        if turned:
+            same(turn(blockscaled.expand_blocks(*g, fmt)), e.operand(), f"{fmt.name} {block} expanded")
+
 def check_producers():
     for rows, cols, groups, signs in ((16, 528, 1, SIGNS), (20, 64, 4, None)):
         x, z, w = torch.randn(rows, cols), torch.randn(rows, cols).bfloat16(), torch.rand(cols)
@@ -72,6 +95,7 @@ CASES = {
     "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
     "fp32": "check(x, None, True, 'codes')",
     "producers": "check_producers()",
+    "blocks": "check_blocks()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -92,7 +116,7 @@ COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from nvfp4_kernels.triton import kernels
+from nvfp4_kernels.triton import blockscaled_kernels, kernels, producers
 
 def build(kernel, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -107,17 +131,40 @@ class Type:
     def __init__(self, name):
         self.name = name
 
-i32, u8s, words, halves, floats = map(Type, ("i32", "*u8", "*i64", "*i32", "*fp32"))
+i32, f32, u8s, words, halves, floats, bf16s = map(Type, ("i32", "fp32", "*u8", "*i64", "*i32", "*fp32", "*bf16"))
 key = Type(("*i64",) * 4 + ("i32",) * 3)
 size = {"rows": i32, "cols": i32}
+whole = {"BF16": True, "SIGNS": 0xD7E8, "LANES": 64}
+# Every device function in one variant or another: both roundings, both outputs, with the transform.
 build(
     kernels.quantize_kernel, x=words, **size, row_amax=floats, row_key=key, row_out=words, row_scales=None,
     column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
-    BF16=True, ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, SIGNS=0xD7E8,
+    ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, **whole,
+)
+build(kernels.amax_kernel, x=words, out=halves, **size, **whole)
+build(
+    kernels.quantize_square_kernel, x=words, **size, amax=floats, out=words, scales=None, BF16=True, OUTPUT="operand",
     LANES=64,
 )
-build(kernels.amax_kernel, x=words, out=halves, **size, BF16=True, SIGNS=0xD7E8, LANES=64)
 build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=64)
+build(kernels.expand_rows_kernel, codes=words, scales=u8s, out=words, blocks=i32, LANES=64)
+build(kernels.scale_product_kernel, a=floats, b=floats, out=floats)
+build(
+    producers.norm_kernel, x=words, gate=words, weight=floats, y=words, rstd=floats, amax=halves, **size, eps=f32,
+    BF16=False, GATED=True, GROUP=512, SIGNS=0xD7E8, LANES=64,
+)
+build(producers.squared_relu_kernel, x=words, y=words, amax=halves, **size, SIGNS=0xD7E8, LANES=64)
+tile = {"BLOCK_COLS": 1, "WIDTH": 32, "CODES": True}
+common = {"x": bf16s, **size, "sign_bits": i32, "out": u8s, "scales": u8s, **tile}
+build(
+    blockscaled_kernels.quantize_kernel, **common, key=key, BLOCK_ROWS=32, HEIGHT=32, E4M3=False, STOCHASTIC=True,
+    ROTATE=True,
+)
+build(
+    blockscaled_kernels.quantize_kernel, **common, key=None, BLOCK_ROWS=128, HEIGHT=128, E4M3=True, STOCHASTIC=False,
+    ROTATE=False,
+)
+build(blockscaled_kernels.expand_kernel, codes=u8s, scales=u8s, out=bf16s, **size, E4M3=True, BLOCK=128, WIDTH=64)
 """
 
 

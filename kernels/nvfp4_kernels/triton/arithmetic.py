@@ -6,7 +6,8 @@ exact product. The tricks, all exact:
 - 1.5 x 2^22 x P added to a value of binade P (P = 1, 2, 4) leaves a unit of P/2, the E2M1 step: the addition rounds.
 - 2^-126 x q has the E2M1 code of q below its exponent's top, bits 8..6 in bf16, since the subnormals of E2M1 and of
   bf16 then coincide; 2^-120 x s likewise has an E4M3 code in bits 26..20 in fp32.
-- y + 0.0 clears the sign of -0.0, whose code is 0, and keeps that of a small negative, whose code is 8.
+- A product with 0.0 added to it has no -0.0, whose code is 0, and keeps the sign of a small negative, whose code is 8.
+- The reciprocal is what `rcp.rn` computes, without its tests for operands that do not occur here.
 
 Triton's interpreter has no inline assembly: there the same results come from plain operations.
 """
@@ -39,9 +40,13 @@ def as_float(v):
 
 @triton.jit
 def reciprocal(v):
-    """1 / v, correctly rounded."""
+    """1 / v, correctly rounded, for v from 2^-126 to 2^126; not finite for 0."""
     if ASM:
-        r = tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [v], tl.float32, True, 1)
+        r = tl.inline_asm_elementwise(
+            "{ .reg .f32 r, e; rcp.approx.ftz.f32 r, $1; fma.rn.f32 e, r, $1, 0fBF800000; neg.f32 e, e; "
+            "fma.rn.f32 $0, r, e, r; }",
+            "=f,f", [v], tl.float32, True, 1,
+        )  # fmt: skip
     else:
         r = tl.div_rn(1.0, v)
     return r
@@ -49,10 +54,11 @@ def reciprocal(v):
 
 @triton.jit
 def tensor_scales(amax):
-    """(S_enc / 6, S_dec) of a tensor."""
+    """(S_enc / 6, (S_dec, lift)) of a tensor; lift: a power of two with which scale x S_dec x lift is not subnormal."""
     s = tl.minimum(tl.div_rn(2688.0, amax), FLT_MAX)
     s = tl.where((amax == 0.0) | (s == 0.0), 1.0, s)
-    return s * ONE_SIXTH, tl.div_rn(1.0, s)
+    decode = tl.div_rn(1.0, s)
+    return s * ONE_SIXTH, (decode, tl.where(decode < 2.0**-100, 2.0**24, 1.0))
 
 
 @triton.jit
@@ -62,7 +68,9 @@ def block_scale(block_amax, factor, decode):
     # E4M3 keeps 3 bits below the leading one, and its step is 2^-9 at and below 2^-6 (exponent 121).
     magic = as_float((tl.maximum(as_int(s), 121 << 23) & EXPONENT) + ((20 << 23) + 0x400000))
     s = (s + magic) - magic
-    return s, tl.minimum(reciprocal(s * decode), FLT_MAX)
+    unit, lift = decode
+    # Of a scale 0 the reciprocal is not a number, and the minimum the other.
+    return s, tl.minimum(reciprocal(s * unit * lift) * lift, FLT_MAX)
 
 
 @triton.jit
@@ -108,14 +116,14 @@ def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr)
 
     `magnitudes_of` does the rest: it cuts at 6, and rounds a stochastic magnitude down to the grid.
     """
-    y = x * encode
+    y = tl.fma(x, encode, 0.0)
     a = tl.abs(y)
     p = binade(a)
     if STOCHASTIC:
         q = tl.fma(random_fraction(word, BYTE), p, a)
     else:
         q = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
-    return q, y + 0.0
+    return q, y
 
 
 @triton.jit

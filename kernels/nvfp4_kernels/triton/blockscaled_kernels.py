@@ -51,8 +51,7 @@ def turn(v, signs, C: tl.constexpr):
     """The 32-point Hadamard transform along the first dimension of [32, C], rounded to bf16."""
     v = v * signs
     for stage in tl.static_range(5):
-        stride: tl.constexpr = 1 << stage
-        pairs = tl.permute(tl.reshape(v, (16 // stride, 2, stride, C)), (0, 2, 3, 1))
+        pairs = tl.permute(tl.reshape(v, (16 >> stage, 2, 1 << stage, C)), (0, 2, 3, 1))
         a, b = tl.split(pairs)
         v = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 3, 1, 2)), (32, C))
     v = v * 0.17677669529663687
