@@ -27,7 +27,7 @@ from nvfp4_train.training.metrics import MetricsWriter, read_metrics
 STEPS, BATCH, LENGTH = 240, 8, 32
 SHARED = 120  # steps that all runs have in common: they resume a copy of one run
 SETTINGS = f"""
-    model=quickstart model.pattern=*- model.hidden_size=32 model.intermediate_size=64 model.num_attention_heads=2
+    model=quickstart data=stdlib model.pattern=*- model.hidden_size=32 model.intermediate_size=64 model.num_attention_heads=2
     model.num_key_value_heads=1 model.head_dim=16 model.mamba_num_heads=2 model.mamba_head_dim=16 model.ssm_state_size=15
     model.chunk_size=16 model.vocab_size=384 training.seq_len={LENGTH} training.global_batch_size={BATCH}
     training.micro_batch_size={BATCH} training.max_tokens={STEPS * BATCH * LENGTH} training.log_every=5

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pathlib
+import random
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -107,6 +109,36 @@ def test_the_mixture_may_change_twice_and_a_kill_in_between_changes_nothing(corp
     assert in_process(killed, *COMMON, corpora, TINY_TOO, "training.max_steps=21") == (0, "")
     assert in_process(killed, *COMMON, corpora, CODE) == (0, "")
     assert losses(killed / "run") == losses(direct / "run")
+
+
+def test_another_mixture_is_no_spike(corpora, tmp_path):
+    """Text that is harder by nats, from step 20 on: recovery compares it with itself alone."""
+    (tmp_path / "noise").mkdir()
+    for i in range(8):
+        letters = random.Random(i).choices(string.printable, k=4000)
+        (tmp_path / "noise" / f"{i}.txt").write_text("".join(letters))
+    code = corpora.split("code:")[1].split(",")[0]
+    tokenizer = str(pathlib.Path(code) / "tokenizer.model")
+    cfg = DataConfig(
+        str(tmp_path / "noise"), tokenizer=tokenizer, cache_dir=str(tmp_path), valid_fraction=0.2
+    )
+    both = f"data.corpora={{code:{code},noise:{prepare(cfg, 384, lambda line: None)}}}"
+    steps = 36
+    words = [
+        f"training.max_tokens={steps * 256}",
+        "recovery.window=10",
+        "recovery.max_rollbacks=0",
+        "training.log_every=4",
+    ]
+    phases = "data.mixture=[{weights:{code:1}},{start:0.5,weights:{noise:1}}]"
+    assert in_process(tmp_path, *COMMON, *words, both, phases) == (0, "")
+    seen = losses(tmp_path / "run")
+    assert seen[19] > seen[18] + 0.5
+    assert not [
+        r
+        for r in read_metrics(tmp_path / "run" / "metrics.jsonl")
+        if r.get("event") == "spike" and r["step"] > 18
+    ]
 
 
 def test_what_cannot_be_mixed_is_refused(corpora, tmp_path):

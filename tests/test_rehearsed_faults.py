@@ -6,13 +6,17 @@ import contextlib
 import io
 import json
 import pathlib
+import signal
+import subprocess
 import sys
 
 import pytest
 
 from nvfp4_train import cli, pretrain
+from nvfp4_train.distributed import checkpoint
 from nvfp4_train.training.history import History
 from nvfp4_train.training.metrics import MetricsWriter, read_metrics
+from nvfp4_train.training.trainer import _BrokenOff
 from tests.tiny import TINY
 
 WALL_CLOCK = ("tokens_per_second", "tflops", "memory_gib", "data_wait_fraction")
@@ -104,20 +108,81 @@ def test_a_wrong_learning_rate_is_rewound_and_every_step_stands_once(rewound, he
 
 @pytest.mark.parametrize("moment", ["before the metrics are cut back", "after the rewind"])
 def test_a_kill_in_the_middle_of_a_recovery_resumes_it(data, rewound, tmp_path, monkeypatch, moment):
-    def killed(*_, **__):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        if moment == "after the rewind":
-            patch.setattr("nvfp4_train.training.trainer.Trainer._read_ahead", _on_call(2, killed))
-        else:
-            patch.setattr(MetricsWriter, "rewind", killed)
-        assert train(tmp_path / "run", *data, WRONG_RATE)[0] == 130
-    code, error = train(tmp_path / "run", *data, WRONG_RATE)
+    run = tmp_path / "run"
+    if moment == "after the rewind":
+        with monkeypatch.context() as patch:
+            patch.setattr("nvfp4_train.training.trainer.Trainer._read_ahead", _on_call(2, interrupted))
+            assert train(run, *data, WRONG_RATE)[0] == 130
+    else:
+        killed_while_rewinding(run, *data, WRONG_RATE)
+        assert not (run / "recovery").exists()  # the journal alone is written
+    code, error = train(run, *data, WRONG_RATE)
     assert code == 0, error
-    assert steps(tmp_path / "run") == steps(rewound)
-    assert rollbacks(tmp_path / "run") == rollbacks(rewound)
-    assert (tmp_path / "run" / "recovery" / "rewind_001.jsonl").exists()
+    assert steps(run) == steps(rewound)
+    assert rollbacks(run) == rollbacks(rewound)
+    assert (run / "recovery" / "rewind_001.jsonl").exists()
+
+
+def test_killed_in_a_recovery_it_goes_on_with_another_folder_for_checkpoints(
+    data, rewound, tmp_path, monkeypatch
+):
+    """Those of the way that is left are passed over where they are."""
+    words = [*data, WRONG_RATE, "checkpoint.every_steps=18"]  # step 36 is in trouble that nobody has seen yet
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "rewind", interrupted)
+        patch.setattr("nvfp4_train.training.rewinding.discard_abandoned", lambda *_: None)
+        assert train(tmp_path / "run", *words)[0] == 130
+    assert (tmp_path / "run" / "checkpoints" / "step_00000036").exists()
+    code, error = train(tmp_path / "run", *words, f"checkpoint.dir={tmp_path / 'elsewhere'}")
+    assert code == 0, error
+    (resume,) = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if r.get("event") == "resume"]
+    assert resume["step"] == 18
+    assert [r["step"] for r in steps(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert abs(steps(tmp_path / "run")[-1]["loss"] / steps(rewound)[-1]["loss"] - 1) < 0.1
+
+
+def test_a_fault_in_the_last_steps_is_recovered_from(data, healthy, tmp_path):
+    fault = f"faults=[{{kind:bit_flip,step:{STEPS - 1},tensor:'norm_f*'}}]"
+    assert train(tmp_path / "run", *data, fault)[0] == 0
+    records, (rollback,) = steps(tmp_path / "run"), rollbacks(tmp_path / "run")
+    assert (rollback["onset"], rollback["found"]) == (STEPS - 1, STEPS)
+    assert [r["step"] for r in records] == list(range(1, STEPS + 1))
+    assert abs(records[-1]["valid/heldout/loss"] / healthy[-1]["valid/heldout/loss"] - 1) < 0.02
+
+
+def test_a_record_that_waited_for_its_validation_is_written_once(data, tmp_path, monkeypatch):
+    """A rewind to the checkpoint that held it doesn't bring it back."""
+    run, words = tmp_path / "run", [*data, WRONG_RATE, "training.validate_every=30"]
+    with monkeypatch.context() as patch:
+        patch.setattr("nvfp4_train.training.trainer.Trainer._validate", _broken_off)
+        assert train(run, *words)[0] == 75
+    with monkeypatch.context() as patch:
+        patch.setattr("nvfp4_train.training.snapshots.Snapshots.newest", lambda self, up_to: None)
+        assert train(run, *words)[0] == 0
+    assert rollbacks(run)[0]["back_to"] == 30
+    assert [r["step"] for r in steps(run)] == list(range(1, STEPS + 1))
+    assert checkpoint.open_checkpoint(run / "checkpoints" / f"step_{STEPS:08d}").values["unfinished"] is None
+
+
+def interrupted(*_, **__):
+    raise KeyboardInterrupt
+
+
+def _broken_off(*_):
+    raise _BrokenOff
+
+
+def killed_while_rewinding(run: pathlib.Path, *words: str) -> None:
+    """A process of its own that gets SIGKILL once a rewind's journal is written."""
+    code = (
+        "import os, signal, sys\n"
+        "from nvfp4_train import cli, pretrain\n"
+        "from nvfp4_train.training.metrics import MetricsWriter\n"
+        "MetricsWriter.rewind = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "sys.exit(cli.exit_code(pretrain.main))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *WORDS, *words, f"run_dir={run}"], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
 
 
 def _on_call(number: int, then):

@@ -48,11 +48,11 @@ class Corpora:
         """Of what stays the same as long as a run lasts: the data set, of several the tokenizer (and each by `record`)."""
         return self.only.hash if HELD_OUT in self.datasets else self.tokenizer.hash
 
-    def record(self, step: int) -> dict[str, Any]:
-        """What the steps before `step` were drawn from, for the checkpoint of `step`."""
+    def record(self, batch: int) -> dict[str, Any]:
+        """What the batches before number `batch` were drawn from, for the checkpoint of the step before it."""
         return {
             "corpora": {name: dataset.hash for name, dataset in self.datasets.items()},
-            "mixture": to_json(before(self.segments, step)),
+            "mixture": to_json(before(self.segments, batch)),
         }
 
     def epochs(self, name: str, steps: int, step_tokens: int) -> float:
@@ -82,13 +82,13 @@ def prepare_corpora(cfg: Config, report: Report) -> dict[str, Path]:
 
 
 def open_corpora(
-    cfg: Config, folders: Mapping[str, Path], past: Mapping[str, Any] | None = None, step: int = 0
+    cfg: Config, folders: Mapping[str, Path], past: Mapping[str, Any] | None = None, batch: int = 0
 ) -> Corpora:
     """The data sets in `folders`, checked as `open_dataset` does, mixed as `cfg.data` says.
 
-    On resume `past` is the record of the checkpoint and `step` its step: the steps before it keep what they were drawn
-    from, the mixture that `cfg` gives holds from `step` on. Raises DataError for damaged or differing data, CheckpointError
-    when a data set isn't the one that this name had.
+    On resume `past` is the record of the checkpoint and `batch` the number of its next batch: those before it keep what
+    they were drawn from, the mixture that `cfg` gives holds from `batch` on. Raises DataError for damaged or differing
+    data, CheckpointError when a data set isn't the one that this name had.
     """
     datasets = {name: open_dataset(folder) for name, folder in folders.items()}
     training = cfg.training
@@ -97,7 +97,7 @@ def open_corpora(
     ) or [Segment(0, {HELD_OUT: 1.0})]
     if past is not None:
         _check_names(datasets, past["corpora"])
-        segments = resumed(from_json(past["mixture"]), segments, step)
+        segments = resumed(from_json(past["mixture"]), segments, batch)
     return Corpora(datasets, segments, cfg.data.packing)
 
 

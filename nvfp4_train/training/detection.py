@@ -74,6 +74,10 @@ class SpikeDetector:
         }
         return accepted.float()
 
+    def restart(self) -> None:
+        """Compare with nothing until `window` steps have been accepted from here on: other text is trained on."""
+        self.accepted_steps = torch.zeros_like(self.accepted_steps)
+
     def metrics(self) -> dict[str, Tensor]:
         """Scalars of the last update.
 

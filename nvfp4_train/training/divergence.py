@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from nvfp4_train.config.schema import RecoveryConfig
@@ -14,23 +15,38 @@ from nvfp4_train.config.schema import RecoveryConfig
 _KINDS = ("underflow", "saturation")
 
 
-class SlowDivergence:
-    """A long average of the loss that has risen above the lowest it ever had, though no step stood out.
+@dataclass(frozen=True)
+class Rise:
+    """What has risen, as a phrase; the first step that may be to blame; whether it calls for a rewind, and came slowly."""
 
-    The average is exponential with its centre of mass at `slow_window` steps, over steps whose update was taken. It is an
-    alarm when it lies above its minimum by the share `slow_rise`; two validations in a row that far above the best one are
-    another.
+    what: str
+    onset: int
+    rewinds: bool
+    slow: bool = True
+
+
+class SlowDivergence:
+    """A loss that has risen, though no step stood out.
+
+    The average is exponential with its centre of mass at `slow_window` steps, over steps whose update was taken. It calls
+    for a rewind when it lies above its minimum by the share `slow_rise`. So do two validations in a row that far above
+    the best one, where the average has risen by half of that too: a held-out loss that rises alone is overfitting, or a
+    data set that is trained on no more, which no rewind helps against, and is only told.
     """
 
     def __init__(self, cfg: RecoveryConfig) -> None:
         self.cfg = cfg
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget everything: from here on other text is trained on."""
         self.average = math.nan
         self.steps = 0
         self.best, self.best_step = math.inf, 0
         self.best_valid, self.best_valid_step, self.valid_rises = math.inf, 0, 0
 
-    def update(self, record: Mapping[str, Any]) -> tuple[str, int] | None:
-        """Take in a step's record; (what is wrong, the step at which it was still well), or None."""
+    def update(self, record: Mapping[str, Any], last: bool = False) -> Rise | None:
+        """Take in a step's record, `last` that of the run's last step: what has risen, if anything."""
         found = None
         if not record["skipped"]:
             self.steps += 1
@@ -40,14 +56,15 @@ class SlowDivergence:
             if self.steps > self.cfg.slow_window:
                 if self.average < self.best:
                     self.best, self.best_step = self.average, record["step"]
-                elif self.average > self.best * (1.0 + self.cfg.slow_rise):
-                    found = (
+                elif self._above(self.average, self.best, self.cfg.slow_rise):
+                    found = Rise(
                         f"the loss, averaged over {self.cfg.slow_window} steps, has risen from {self.best:.4f} to "
                         f"{self.average:.4f}",
                         self.best_step,
+                        rewinds=True,
                     )
-        valid = next((v for k, v in record.items() if k.startswith("valid/") and k.endswith("/loss")), None)
-        return found if valid is None else self._validation(valid, record["step"]) or found
+        held_out = [v for k, v in record.items() if k.startswith("valid/") and k.endswith("/loss")]
+        return found or (self._validation(sum(held_out) / len(held_out), record, last) if held_out else None)
 
     def state(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "cfg"}
@@ -55,15 +72,37 @@ class SlowDivergence:
     def load_state(self, state: Mapping[str, Any]) -> None:
         vars(self).update(state)
 
-    def _validation(self, loss: float, step: int) -> tuple[str, int] | None:
+    def _validation(self, loss: float, record: Mapping[str, Any], last: bool) -> Rise | None:
+        """At the last step there is no second look: one rise counts, where steps have stood out just before."""
         if loss < self.best_valid:
-            self.best_valid, self.best_valid_step, self.valid_rises = loss, step, 0
+            self.best_valid, self.best_valid_step, self.valid_rises = loss, record["step"], 0
             return None
-        rises = not loss <= self.best_valid * (1.0 + self.cfg.slow_rise)
-        self.valid_rises = self.valid_rises + 1 if rises else 0
-        if self.valid_rises < 2:
+        self.valid_rises = (
+            self.valid_rises + 1 if self._above(loss, self.best_valid, self.cfg.slow_rise) else 0
+        )
+        if not self.valid_rises or (self.valid_rises == 1 and not last):
             return None
-        return f"the held-out loss has risen from {self.best_valid:.4f} to {loss:.4f}", self.best_valid_step
+        training_rose = self.best < math.inf and self._above(self.average, self.best, self.cfg.slow_rise / 2)
+        stood_out = last and record["exceedances"] > 0
+        rewinds = training_rose or stood_out or not math.isfinite(loss)
+        if not rewinds and self.valid_rises > 2:
+            return None  # told before
+        return Rise(
+            f"the held-out loss has risen from {self.best_valid:.4f} to {loss:.4f}"
+            + (
+                ""
+                if rewinds
+                else ", but the training loss has not (overfitting, or other text than is trained on)"
+            ),
+            record["step"] - record["exceedance_age"] + 1 if stood_out else self.best_valid_step,
+            rewinds,
+            slow=not stood_out,
+        )
+
+    @staticmethod
+    def _above(value: float, lowest: float, share: float) -> bool:
+        """Whether `value` lies above `lowest` by `share`, or is not finite."""
+        return not (math.isfinite(value) and value <= lowest * (1.0 + share))
 
 
 class QuantizationAlarm:

@@ -22,7 +22,7 @@ from nvfp4_train.precision.backends import BACKENDS, choose
 from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.recipe import OPERANDS, QUANTIZED_FORMATS, LinearPlan, phases_of, plan_for
 from nvfp4_train.training import machine
-from nvfp4_train.training.memory import COMPILED_SHARE, estimate
+from nvfp4_train.training.memory import COMPILED_SHARE, estimate, host_copies, snapshots_kept
 from nvfp4_train.training.requirements import checkpoint_bytes, find_problems, rows_of
 from nvfp4_train.training.resume import total_steps
 from nvfp4_train.training.schedule import build_schedule
@@ -194,13 +194,17 @@ def _memory(cfg: Config) -> Rows:
         + (f", x {COMPILED_SHARE:g} as torch.compile recomputes" if compiled else ""),
         "gathered": "of a sharded model, what is whole at one time",
         "head": "one slice of logits, gradients of the head and its input",
-        "saving": "weights and moments again, which checkpoints are written from"
-        + (" (in the machine's memory)" if device.type == "cuda" else ""),
+        "saving": "weights and moments again, which checkpoints are written from",
+        "snapshots": f"the same {snapshots_kept(cfg)} times more, for rewinds (recovery.snapshots)",
     }
     rows = [(name, f"{units.size(value):>9}  {why[name]}") for name, value in vars(need).items() if value]
     there = units.size(machine.memory_bytes(device))
     total = f"{units.size(need.total):>9}  and working memory of single operations; this machine has {there}"
-    return [*rows, ("total", total)]
+    rows.append(("total", total))
+    if device.type == "cuda":
+        copies = f"for saving and {snapshots_kept(cfg)} snapshots (recovery.snapshots), in the machine's memory, a rank"
+        rows.append(("host", f"{units.size(host_copies(cfg, layout_of(cfg))):>9}  {copies}"))
+    return rows
 
 
 def _schedule(cfg: Config) -> Rows:

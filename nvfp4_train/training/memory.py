@@ -34,6 +34,7 @@ class Memory:
     activations: int  # what autograd keeps of one micro-batch's blocks
     head: int  # a slice of logits, and the gradients that the loss makes in its forward pass
     saving: int  # weights and moments again, the copy that a checkpoint is written from, where that is this memory
+    snapshots: int  # and once more for each of recovery's copies, likewise
     gathered: int = 0  # of a sharded model: what is whole at one time (`_gathered`)
 
     @property
@@ -54,8 +55,19 @@ def estimate(cfg: Config, device_type: str, layout: Layout = ONE) -> Memory:
         activations=activations,
         head=_head(cfg, device_type),
         saving=12 * n if device_type == "cpu" else 0,
+        snapshots=snapshots_kept(cfg) * 12 * n if device_type == "cpu" else 0,
         gathered=_gathered(cfg) if layout.ranks > 1 else 0,
     )
+
+
+def host_copies(cfg: Config, layout: Layout = ONE) -> int:
+    """Bytes of weights and moments that a rank copies to the machine's memory: for saving, and for rewinds."""
+    return (1 + snapshots_kept(cfg)) * 12 * (parameter_count(cfg.model) // layout.fsdp)
+
+
+def snapshots_kept(cfg: Config) -> int:
+    """Copies of the state that recovery keeps in the machine's memory."""
+    return cfg.recovery.snapshots if cfg.recovery.name == "auto" else 0
 
 
 def _gathered(cfg: Config) -> int:

@@ -42,8 +42,11 @@ class Recovery:
         self.divergence = SlowDivergence(cfg)
         self.alarm = QuantizationAlarm(cfg)
 
-    def look(self, records: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Trouble | None]:
+    def look(
+        self, records: Sequence[Mapping[str, Any]], last_step: int | None = None, changes: Sequence[int] = ()
+    ) -> tuple[list[dict[str, Any]], Trouble | None]:
         """Take in the records of the newest steps, in order: events worth a line in the metrics, and trouble, if any.
+        `last_step`: the run's; `changes`: steps from which on other text is trained on.
 
         Raises RecoveryGaveUp where skipping is all that is configured and too many steps in a row were skipped.
         """
@@ -51,7 +54,12 @@ class Recovery:
         slow = trouble = None
         for record in records:
             step = record["step"]
-            slow = self.divergence.update(record) or slow
+            if step in changes:
+                self.divergence.restart()
+            if rise := self.divergence.update(record, last=step == last_step):
+                slow = rise if rise.rewinds else slow
+                if not rise.rewinds:
+                    events.append({"event": "held_out_rise", "step": step, "reason": rise.what})
             jumps = self.alarm.update(record)
             events += [{"event": "quantization_alarm", "step": step, "reason": jump} for jump in jumps]
             if why := _stands_out(record, self.cfg):
@@ -72,7 +80,7 @@ class Recovery:
             return events, None
         if trouble:
             return events, Trouble(*trouble, found=last["step"])
-        return events, Trouble(*slow, found=last["step"], slow=True) if slow else None
+        return events, Trouble(slow.what, slow.onset, last["step"], slow.slow) if slow else None
 
     def plan(
         self, trouble: Trouble, snapshots: Sequence[int], checkpoints: Sequence[int], quantized: Sequence[str]

@@ -9,6 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from nvfp4_train import units
 from nvfp4_train.config.layout import Layout, layout_of, world_size
 from nvfp4_train.config.load import compose_config, option_names
@@ -17,7 +19,7 @@ from nvfp4_train.data.sources import HUGGING_FACE
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.flops import parameter_count
 from nvfp4_train.training import machine
-from nvfp4_train.training.memory import Memory, estimate
+from nvfp4_train.training.memory import Memory, estimate, host_copies, snapshots_kept
 from nvfp4_train.training.run_folder import checkpoints_of
 
 
@@ -50,7 +52,12 @@ def rows_of(problems: list[Problem]) -> list[tuple[str, str]]:
 def find_problems(cfg: Config) -> list[Problem]:
     """What stands in the way of this run on this machine. Raises ConfigError for a device that is not there."""
     device = machine.resolve_device(cfg.device)
-    found = (_memory(cfg, device.type, machine.memory_bytes(device)), _data(cfg), _disk(cfg))
+    found = (
+        _memory(cfg, device.type, machine.memory_bytes(device)),
+        _host(cfg, device.type),
+        _data(cfg),
+        _disk(cfg),
+    )
     return [problem for problem in found if problem is not None]
 
 
@@ -69,6 +76,22 @@ def _memory(cfg: Config, device_type: str, there: int) -> Problem | None:
         needed=f"{units.size(need.total)} on one device, for {parameter_count(cfg.model):,} parameters\n       ({parts})",
         there=units.size(there) + (" of GPU memory" if device_type == "cuda" else " of RAM"),
         remedy=_less_memory(cfg, device_type, there, need),
+    )
+
+
+def _host(cfg: Config, device_type: str) -> Problem | None:
+    """Of a GPU's machine: the copies that all of its ranks keep there."""
+    ranks = 1 if cfg.dry_run else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    need, there = ranks * host_copies(cfg, _layout(cfg)), machine.memory_bytes(torch.device("cpu"))
+    if device_type == "cpu" or need <= there:
+        return None
+    return Problem(
+        what="host memory",
+        needed=f"{units.size(need)} for the copies that {ranks} rank{'s' * (ranks > 1)} save from and rewind to",
+        there=f"{units.size(there)} of RAM",
+        remedy=f"recovery=skip_nonfinite, which keeps none of the {snapshots_kept(cfg)} for rewinds"
+        if snapshots_kept(cfg)
+        else "a machine with more memory, or more of them",
     )
 
 

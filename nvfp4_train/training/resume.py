@@ -39,6 +39,12 @@ MAY_CHANGE = (
     "training.recompute*",
     "recovery.name",
     "recovery.max_*",
+    "recovery.*sigmas",  # detection: an alarm that was none is answered with another threshold
+    "recovery.skip_norm",
+    "recovery.*_floor",
+    "recovery.confirm",
+    "recovery.slow_*",
+    "recovery.health_jump",
     "recovery.snapshot*",
     "recovery.skip_margin",
     "recovery.forget_after",
@@ -67,8 +73,11 @@ class Start:
 
     @property
     def data(self) -> tuple[dict[str, Any] | None, int]:
-        """What the steps before the checkpoint were drawn from (`Corpora.record`; None at the start), and its step."""
-        return (self.checkpoint.values.get("data"), self.checkpoint.step) if self.checkpoint else (None, 0)
+        """What the batches before the checkpoint's next one were drawn from (`Corpora.record`; None at the start), and the
+        number of that one."""
+        if self.checkpoint is None:
+            return None, 0
+        return self.checkpoint.values.get("data"), self.history.batch(self.checkpoint.step + 1)
 
 
 def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None], group: Group = None) -> Start:
@@ -90,10 +99,12 @@ def _clean(folder: RunFolder) -> tuple[list[str], History]:
     put them if that was elsewhere."""
     saved = (folder.saved_config or {}).get("checkpoint", {}).get("dir")
     places = list(dict.fromkeys([str(folder.checkpoints), str(checkpoints_of(folder.path, saved))]))
+    history = read_journal(folder.path)
     for place in places:
         checkpoint.sweep(place)
-    history = read_journal(folder.path)
-    discard_abandoned(folder, history)  # a kill may have come between a rewind's journal and the rest of it
+        discard_abandoned(
+            place, history
+        )  # a kill may have come between a rewind's journal and the rest of it
     return places, history
 
 

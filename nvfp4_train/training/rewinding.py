@@ -7,6 +7,7 @@ checkpoints of the way that is left (`resume.begin`) and reaches the same step w
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
 from nvfp4_train.config.schema import RecoveryConfig
 from nvfp4_train.distributed import checkpoint
@@ -68,6 +69,7 @@ class Rewinder:
         else:
             name = checkpoint.name_of(plan.back_to)
             self._state.restore(checkpoint.read(Storage(self._folder.checkpoints), name, self._group))
+        self._state.unfinished = None  # that step's record has been published since
         self._precision.prepare_weights()
         self._snapshots.forget_after(plan.back_to)
         self._last_snapshot = plan.back_to
@@ -95,15 +97,15 @@ class Rewinder:
         """On the first rank: everything on disk, the journal first."""
         back_to, number = history.rewinds[-1].back_to, len(history.rewinds)
         history.write(self._folder.path)
-        discard_abandoned(self._folder, history)
+        discard_abandoned(self._folder.checkpoints, history)
         self._writer.rewind(back_to, abandoned_path(self._folder.path, number))
         write_missing_events(self._writer, history)
 
 
-def discard_abandoned(folder: RunFolder, history: History) -> None:
+def discard_abandoned(checkpoints: str | Path, history: History) -> None:
     """Remove the checkpoints of ways that `history` has left; each says how many rewinds it knew of."""
     checkpoint.discard(
-        folder.checkpoints,
+        checkpoints,
         lambda step, values: history.abandoned(step, len(values.get("recovery", {}).get("rewinds", ()))),
     )
 

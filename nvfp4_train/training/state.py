@@ -61,7 +61,7 @@ class TrainState:
         return {
             "seed": self.seed,
             "data_hash": self.data.hash,
-            "data": self.data.record(self.step),
+            "data": self.data.record(self.recovery.history.batch(self.step + 1)),
             "unfinished": self.unfinished,
             "recovery": self.recovery.state(),
         }

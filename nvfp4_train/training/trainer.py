@@ -117,9 +117,9 @@ class Trainer:
             with self._watchdog, contextlib.ExitStack() as self._open:
                 self._read_ahead()
                 if (record := self.state.unfinished) is not None:
-                    self._publish([record | self._validate(stop)])
+                    trouble = self._publish([record | self._validate(stop)])
                     self.state.unfinished = None
-                    self._start_clock()
+                    self._rewind(trouble) if trouble else self._start_clock()
                 self._rewinder.snapshot_if_due()
                 while self.state.step < self.total_steps:
                     self._step()
@@ -194,6 +194,8 @@ class Trainer:
         state, history, faults = self.state, self.recovery.history, self._faults
         step = state.step + 1
         faults.before_step(step, history, state.model)
+        if self._text_changes(step):
+            state.detector.restart()
         batch = self._loader.next().to(self.device)
         self.precision.set_phase(state.tokens / self.cfg.training.max_tokens, history.bf16(step))
         lr = self.schedule.lr(state.tokens) * history.lr_factor(step) * faults.lr_factor(step, history)
@@ -210,6 +212,11 @@ class Trainer:
         )
         self._metrics.add({"step": state.step, "tokens": state.tokens, "lr": lr}, scalars)
         self._watchdog.beat()
+
+    def _text_changes(self, step: int) -> bool:
+        """Whether a new mixture of the corpora begins with `step`, whose losses those before say nothing about."""
+        history, segments = self.recovery.history, self.corpora.segments[1:]
+        return any(history.batch(step - 1) < segment.start <= history.batch(step) for segment in segments)
 
     def _start_clock(self) -> None:
         self._clock, self._waited = time.perf_counter(), self._loader.waited
@@ -243,7 +250,8 @@ class Trainer:
         for record in records:
             self.tracker.log(record)
         self.console.step(records[-1], self.total_steps, self._total_tokens())
-        events, trouble = self.recovery.look(records)
+        changes = [record["step"] for record in records if self._text_changes(record["step"])]
+        events, trouble = self.recovery.look(records, self.total_steps, changes)
         for event in events:
             self.writer.write([event])
             skipped = ", so the weights were left as they are" if event.get("skipped") else ""

@@ -96,6 +96,15 @@ def test_what_each_mode_refuses_while_all_see_the_same(name, taken):
     assert host(found) == pytest.approx(host(other), nan_ok=True)
 
 
+def test_restarted_it_compares_only_with_what_comes_then():
+    found = detector(window=20)
+    feed(found, healthy(40))
+    found.restart()
+    assert all(feed(found, healthy(20, level=6.0)))
+    assert host(found)["exceedances"] == 0
+    assert feed(found, [math.nan, 6.0, 9.0]) == [False, True, False]
+
+
 def test_restored_it_goes_on_the_same():
     whole, first, second = detector(), detector(), detector()
     start, rest = healthy(130), [3.3, 9.0, *healthy(40, 1)]

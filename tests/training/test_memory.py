@@ -71,6 +71,11 @@ def test_weights_moments_and_gradients_are_the_optimizers():
     states = [t for state in optimizer.state.values() for name, t in state.items() if name != "step"]
     assert need.moments == sum(t.nbytes for t in states)
     assert need.total == sum(vars(need).values())
+    assert (need.saving, need.snapshots) == (need.weights + need.moments, 2 * (need.weights + need.moments))
+    without = replace(cfg, recovery=replace(cfg.recovery, name="skip_nonfinite"))
+    assert memory.estimate(without, "cpu").snapshots == 0
+    assert memory.host_copies(cfg) == need.saving + need.snapshots
+    assert memory.estimate(cfg, "cuda").snapshots == 0  # these are in the host's memory
 
 
 def test_grows_with_what_it_should():

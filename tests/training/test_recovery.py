@@ -85,15 +85,60 @@ def test_slow_divergence_is_careful_at_once_and_steps_over_nothing():
     assert (plan.back_to, plan.skip, plan.lr_factor) == (50, None, 0.5)
 
 
-def test_a_rising_validation_is_slow_divergence_and_skipped_steps_are_not():
-    found = SlowDivergence(RecoveryConfig(name="auto", slow_window=5))
+VALID = "valid/heldout/loss"
+
+
+def watching(training, **values):
+    """After 40 steps at 2.0 and a validation there, 40 at `training`."""
+    found = SlowDivergence(RecoveryConfig(name="auto", slow_window=5, **values))
     for step in range(1, 40):
         assert found.update(record(step, 9.0 if step % 3 else 2.0, skipped=step % 3)) is None
-    valid = "valid/heldout/loss"
-    assert found.update(record(40, 2.0) | {valid: 2.0}) is None
-    assert found.update(record(41, 2.0) | {valid: 2.2}) is None  # once is not enough
-    text, step = found.update(record(42, 2.0) | {valid: math.nan})
-    assert (step, "2.0000 to nan" in text) == (40, True)
+    assert found.update(record(40, 2.0) | {VALID: 2.0}) is None
+    for step in range(41, 80):
+        assert found.update(record(step, training)) is None
+    return found
+
+
+def test_a_rising_validation_is_slow_divergence_and_skipped_steps_are_not():
+    found = watching(2.04)  # too little to be one alone
+    assert found.update(record(80, 2.04) | {VALID: 2.2}) is None  # once is not enough
+    rise = found.update(record(81, 2.04) | {VALID: 2.3})
+    assert (rise.rewinds, rise.slow, rise.onset) == (True, True, 40)
+    assert "2.0000 to 2.3000" in rise.what
+
+
+def test_a_validation_that_rises_alone_is_told_once_and_not_rewound():
+    ladder = recovery()
+    ladder.divergence = watching(1.5)  # overfitting
+    values = [2.2, 2.3, 2.4, 2.5]
+    looks = [ladder.look([record(step, 1.5) | {VALID: value}]) for step, value in enumerate(values, start=80)]
+    assert [trouble for _, trouble in looks] == [None] * 4
+    (event,) = [event for events, _ in looks for event in events]
+    assert (event["event"], event["step"]) == ("held_out_rise", 81)
+    assert "overfitting" in event["reason"]
+    _, trouble = ladder.look([record(90, 1.5) | {VALID: math.nan}])
+    assert trouble.slow
+
+
+def test_a_run_does_not_end_with_a_spike_that_there_was_no_time_to_confirm():
+    for exceedances, loss, wanted in ((2, 2.2, True), (0, 2.2, False), (2, 2.0, False), (0, math.nan, True)):
+        ladder = recovery()
+        ladder.divergence = watching(1.9)
+        last = record(80, 2.0, exceedances=exceedances, exceedance_age=exceedances) | {VALID: loss}
+        events, trouble = ladder.look([last], last_step=80)
+        assert bool(trouble) == wanted
+        assert any(event["event"] == "held_out_rise" for event in events) == (loss == 2.2 and not wanted)
+        if exceedances and trouble:
+            assert (trouble.onset, trouble.found, trouble.slow) == (79, 80, False)
+
+
+def test_other_text_is_compared_with_nothing_before_it():
+    ladder = recovery(slow_window=5)
+    ladder.divergence = watching(2.0)
+    records = [record(step, 4.0) | ({VALID: 5.0} if step > 82 else {}) for step in range(81, 99)]
+    assert ladder.look(records, changes=[81]) == ([], None)
+    ladder.divergence = watching(2.0)
+    assert ladder.look(records)[1].slow
 
 
 def test_a_layer_whose_underflow_jumps_is_told_once_until_it_has_been_back():

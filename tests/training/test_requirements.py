@@ -9,6 +9,7 @@ import torch
 
 from nvfp4_train.config.load import compose_config, option_names
 from nvfp4_train.errors import ConfigError
+from nvfp4_train.model.flops import parameter_count
 from nvfp4_train.training import machine, requirements
 from nvfp4_train.training.memory import estimate
 
@@ -105,3 +106,14 @@ def test_memory_of_a_container_is_its_limit(tmp_path, monkeypatch):
 
 def _with_cgroup(read, text):
     return lambda path, *args, **kw: text if str(path) == "/proc/self/cgroup" else read(path, *args, **kw)
+
+
+def test_a_gpu_machine_needs_memory_for_the_copies_of_all_its_ranks(monkeypatch):
+    cfg = compose_config(["+experiment=350m_hybrid"])
+    need = 3 * 12 * parameter_count(cfg.model)  # one to save from, two to rewind to
+    monkeypatch.setattr(machine, "memory_bytes", lambda device: need)
+    assert requirements._host(cfg, "cuda") is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    problem = requirements._host(cfg, "cuda")
+    assert "recovery=skip_nonfinite" in problem.remedy
+    assert requirements._host(cfg, "cpu") is None  # counted with the rest
