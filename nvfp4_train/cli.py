@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import signal
 import sys
 import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from nvfp4_train.errors import ConfigError, UserError
+from nvfp4_train.errors import ConfigError, StoppedBySignal, UserError
 
 Options = TypeVar("Options")
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -67,6 +68,10 @@ def exit_code(main: Callable[[list[str]], None]) -> int:
         main(sys.argv[1:])
         sys.stdout.flush()
     except UserError as error:
+        if isinstance(error, StoppedBySignal):
+            # Launchers send several signals; the exit code tells them that this process needs no more.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         rank = int(os.environ.get("RANK", "0"))
         if rank == 0 or not error.of_all_ranks:
             print(f"Error{f' on rank {rank}' * (rank > 0)}: {error}", file=sys.stderr)

@@ -25,7 +25,8 @@ class StopRequest:
 
     Until `defer` is called there is nothing to save: the main thread unwinds from wherever it is, and `with` raises
     StoppedBySignal. If it doesn't come back from a C++ call (a tokenizer's training, a compilation, a collective) within
-    seconds, a watching thread ends the process with the same exit code.
+    seconds, a watching thread ends the process with the same exit code. Further signals change nothing (launchers send
+    several): this process ends already.
 
     After `defer` it sets a flag that the trainer looks at once a step. A SIGINT after that aborts at once, in the middle
     of whatever runs: its default action is restored, because a Python handler would wait for a long C++ call. Checkpoints
@@ -66,9 +67,11 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if not self._deferred:
+            for further in _SIGNALS:
+                signal.signal(further, signal.SIG_IGN)
             raise _Unwind
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         note = " (Ctrl-C again aborts at once)" if number == signal.SIGINT else ""
         # os.write: sys.stderr's buffer may be in the middle of a write that this handler interrupts
         os.write(2, f"\n{self.signal.name}: stopping as soon as the state is saved{note}\n".encode())

@@ -38,6 +38,17 @@ def test_before_the_first_step_a_signal_stops_at_once():
         start()
 
 
+def test_further_signals_change_nothing_about_a_stop_before_the_first_step():
+    code = (
+        "import os, signal, sys\nfrom nvfp4_train import cli\nfrom nvfp4_train.training.signals import StopRequest\n"
+        "def main(_):\n    with StopRequest():\n        try:\n            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        finally:\n            os.kill(os.getpid(), signal.SIGTERM)\n            print('unwound')\n"
+        "code = cli.exit_code(main)\nos.kill(os.getpid(), signal.SIGTERM)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (75, "unwound\n"), done.stderr
+
+
 # Work in C that a Python handler has to wait for, with the GIL released.
 _DEAF = """
 import hashlib, subprocess, sys
@@ -54,6 +65,11 @@ def test_before_the_first_step_even_a_long_call_into_c_is_ended():
         [sys.executable, "-c", _DEAF], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     child = int(process.stdout.readline())
+    # After this line Python does next to nothing: time on the processor means that it is within C, deaf to the handler.
+    measured = psutil.Process(process.pid)
+    before = measured.cpu_times().user
+    while measured.cpu_times().user < before + 0.1:
+        time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 75
