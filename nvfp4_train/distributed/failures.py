@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -23,12 +24,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from nvfp4_train.atomic import atomic_open
-from nvfp4_train.errors import RankLost
+from nvfp4_train.errors import RankLost, StoppedBySignal
 
 START_TIMEOUT = timedelta(hours=2)  # until the first step is done: data is prepared, blocks are compiled
 STEP_TIMEOUT = timedelta(seconds=100)
 _TICK = 5.0  # seconds between signs of life
 _PATIENCE = 12  # of our own ticks without one of the neighbour's
+_STOPPED = "{} was stopped by a signal before it had anything to save, so this rank stops too: run the same command to go on"
 _ANSWER = 3.0  # seconds that the other ranks have to say that they stopped too
 
 
@@ -61,6 +63,9 @@ class NoPeers:
     def explain(self, error: Exception) -> Exception:
         return error
 
+    def stop_all(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -69,6 +74,7 @@ class PeerWatch(NoPeers):
     """One rank's view of the others, from the first step to `close`.
 
     A neighbour without a sign of life ends this process with exit code 1, after a report to `say` and dumps in `folder`.
+    A rank that a signal stops before there is anything to save takes the others with it (`stop_all`): they get a SIGTERM.
     """
 
     def __init__(
@@ -111,6 +117,8 @@ class PeerWatch(NoPeers):
         """What to raise for `error`: RankLost with the rank that is gone and the collective that found it, or `error` itself
         where it isn't of the communication. Tells the other ranks that this one ends; waits for them a few seconds."""
         self._closed.set()
+        if _of_communication(error) and (who := self._stopped()):
+            return StoppedBySignal(_STOPPED.format(who))
         ours = not _of_communication(error)
         left = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}" if ours else ""
         try:
@@ -123,6 +131,14 @@ class PeerWatch(NoPeers):
                 return error
             report = "the group's store is gone, and with it the launcher or rank 0"
         return RankLost(f"{report}; noticed at {self._doing} in {_collective()}, recorded in {self._dump()}")
+
+    def stop_all(self) -> None:
+        """This rank was stopped before it had anything to save: the others shall not wait for it."""
+        self._closed.set()
+        if self._stopped():
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set("stopped", f"rank {self._rank} ({self._read(f'who/{self._rank}')})")
 
     def close(self) -> None:
         """This rank ends as it should."""
@@ -163,13 +179,27 @@ class PeerWatch(NoPeers):
     def _read(self, key: str) -> str | None:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
+    def _stopped(self) -> str | None:
+        """The rank that was stopped before it had anything to save."""
+        try:
+            return self._read("stopped")
+        except RuntimeError:
+            return None
+
     def _beat(self, count: int) -> None:
         self._store.set(f"beat/{self._rank}", f"{count}|{self._doing}")
 
     def _watch(self) -> None:
         neighbour, seen, silent, count = (self._rank + 1) % self._size, None, 0, 0
+        stopping = False
         while not self._closed.wait(self._tick):
             count += 1
+            if who := self._stopped():
+                if stopping:  # a tick later still here: in a step that waits for the device
+                    os._exit(StoppedBySignal.exit_code)
+                self._say(_STOPPED.format(who))
+                os.kill(os.getpid(), signal.SIGTERM)
+                stopping = True
             try:
                 self._beat(count)
                 sign = (self._read(f"beat/{neighbour}") or "").partition("|")[0]

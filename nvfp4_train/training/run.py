@@ -75,6 +75,7 @@ def run(cfg: Config, overrides: Sequence[str]) -> None:
             else:
                 console = Console(None, "lines", nowhere)
             peers = PeerWatch(failures, console.warning) if processes.size > 1 else NoPeers()
+            stop.last_words = peers.stop_all
             try:
                 _launch(cfg, overrides, folder, console, stop, processes, device, peers)
             except StoppedBySignal:
@@ -83,6 +84,9 @@ def run(cfg: Config, overrides: Sequence[str]) -> None:
                 if (told := peers.explain(error)) is error:
                     raise
                 raise told from error
+            except BaseException:  # a signal before there was anything to save
+                peers.stop_all()
+                raise
             finally:
                 peers.close()
                 console.close()

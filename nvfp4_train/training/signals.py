@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
 
 import psutil
@@ -35,6 +36,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
+        self.last_words: Callable[[], None] = lambda: (
+            None
+        )  # called once this process is to end without saving
         self._deferred = False
         self._left = threading.Event()
         self._previous: dict[int, object] = {}
@@ -80,6 +84,7 @@ class StopRequest:
         while number := os.read(wakeup, 1):
             if number[0] not in _SIGNALS or self._deferred or self._left.wait(_START_GRACE) or self._deferred:
                 continue
+            self.last_words()
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     child.kill()

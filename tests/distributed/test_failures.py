@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -34,12 +35,15 @@ def rank_of(rank, port, deed, folder):
                     os.kill(os.getpid(), signal.SIGKILL)
                 if deed == "raise":
                     raise ValueError("a bug in one rank")
+                if deed in ("leave", "leave slowly"):
+                    watch.stop_all()
+                    os._exit(75) if deed == "leave" else signal.pause()
                 signal.pause() if deed == "hang" else os.kill(os.getpid(), signal.SIGSTOP)
             dist.all_reduce(torch.ones(7))
     except Exception as error:
         error = watch.explain(error)
         say(f"{type(error).__name__}: {error}")
-        os._exit(1)
+        os._exit(getattr(error, "exit_code", 1))
     os._exit(0)
 
 children = {}
@@ -60,7 +64,7 @@ for deed in sys.argv[2:]:
 codes = {}
 for deed, (_, pids) in children.items():
     codes[deed] = [os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in (0, 2)]
-    if deed in ("hang", "stop"):
+    if deed in ("hang", "stop", "leave slowly"):
         os.kill(pids[1], signal.SIGKILL)
 print(json.dumps(codes))
 """
@@ -72,11 +76,15 @@ DEEDS = {
 }
 
 
+# Stopped before there is anything to save, rank 1 ends, or is still there when the others look.
+LEAVES = {"leave": 75, "leave slowly": -signal.SIGTERM}
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("ranks")
     done = subprocess.run(
-        [sys.executable, "-c", _RANKS, str(folder), *DEEDS],
+        [sys.executable, "-c", _RANKS, str(folder), *DEEDS, *LEAVES],
         capture_output=True,
         text=True,
         timeout=180,
@@ -99,3 +107,12 @@ def test_the_others_name_the_rank_and_the_collective(results, deed):
     assert dumped["at"] == "step 3"
     assert dumped["collectives"][-1]["profiling_name"] == "gloo:all_reduce"
     assert dumped["stacks"]
+
+
+@pytest.mark.parametrize("deed", LEAVES)
+def test_a_stop_before_there_is_anything_to_save_stops_the_others_too(results, deed):
+    folder, codes = results
+    assert codes[deed] == [LEAVES[deed]] * 2
+    for rank in (0, 2):
+        assert "rank 1 (" in (report := (folder / deed / f"said_{rank}").read_text())
+        assert "was stopped by a signal before it had anything to save" in report
