@@ -43,7 +43,7 @@ def record_collectives(folder: Path) -> None:
 
 
 def short_timeouts(*but: dist.ProcessGroup | None) -> None:
-    """Give all groups `but` these (whose waits depend on disks) the time-out of steps."""
+    """Give all groups `but` these (in which ranks wait for one another's disks) the time-out of steps."""
     for group in c10d._world.pg_map:
         if group not in but:
             c10d._set_pg_timeout(STEP_TIMEOUT, group)
@@ -52,7 +52,7 @@ def short_timeouts(*but: dist.ProcessGroup | None) -> None:
 class NoPeers:
     """What a process that trains alone watches."""
 
-    waits_for_disks: dist.ProcessGroup | None = None  # a group that keeps its long time-out
+    wait_for_disks: tuple[dist.ProcessGroup | None, ...] = ()  # groups that keep their long time-out
 
     def at(self, doing: str) -> None:
         pass
@@ -110,7 +110,7 @@ class PeerWatch(NoPeers):
     def step_done(self, step: int) -> None:
         """After each step; from the first one on, time-outs are short."""
         if self._doing == "before the first step":
-            short_timeouts(self.waits_for_disks)
+            short_timeouts(*self.wait_for_disks)
         self._doing = f"step {step + 1}"
 
     def explain(self, error: Exception) -> Exception:

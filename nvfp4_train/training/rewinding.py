@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nvfp4_train.config.schema import RecoveryConfig
 from nvfp4_train.distributed import checkpoint
-from nvfp4_train.distributed.agreement import Group, from_first
+from nvfp4_train.distributed.agreement import Group, from_first, gather
 from nvfp4_train.distributed.checkpoint import DamagedError
 from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.distributed.storage import Storage
@@ -69,6 +69,8 @@ class Rewinder:
         else:
             name = checkpoint.name_of(plan.back_to)
             self._state.restore(checkpoint.read(Storage(self._folder.checkpoints), name, self._group))
+            # Here ranks wait for slow disks of others; in the next step they would for a short time only.
+            gather(self._group, None)
         self._state.unfinished = None  # that step's record has been published since
         self._precision.prepare_weights()
         self._snapshots.forget_after(plan.back_to)

@@ -184,7 +184,8 @@ def _launch(
     tracker = build_tracker(
         logging, folder.run_id, folder.path, dataclasses.asdict(cfg), resumed_at, console.warning
     )
-    saving = peers.waits_for_disks = control_group()
+    saving = control_group()
+    peers.wait_for_disks = (saving, processes.control)  # a rewind has checkpoints checked over the latter
     with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)

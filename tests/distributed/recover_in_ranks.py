@@ -9,7 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from nvfp4_train import cli, pretrain
+from nvfp4_train.distributed.failures import START_TIMEOUT
 from nvfp4_train.training import step, trainer
 from nvfp4_train.training.rewinding import Rewinder
 
@@ -19,6 +22,8 @@ def main(out: Path) -> None:
     rewind, train_step = Rewinder.rewind, step.train_step
 
     def told_rewind(self, trouble):
+        if self._group:  # one rank may check a large checkpoint while the others wait
+            assert self._group._get_backend(torch.device("cpu")).options._timeout == START_TIMEOUT
         plan = rewind(self, trouble)
         seen.append({"trouble": asdict(trouble), "plan": asdict(plan), "state": self._state.step})
 
