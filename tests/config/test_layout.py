@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pathlib
+import re
+import shlex
+
 import pytest
 
 from nvfp4_train.config.layout import Layout, layout_of, micro_batches_a_rank, shard_dim
@@ -65,3 +69,14 @@ def test_shards_keep_whole_blocks_or_are_refused_with_sizes_that_do():
     assert layout_of(compose_config([large[0], *large[2:]])) == Layout(1, 256)  # in bf16 any size fits
     with pytest.raises(ConfigError, match=r"one set of codes.*weight_blocks_2d"):
         layout("parallel.weight_gather=nvfp4", "precision.weight_blocks_2d=false", world=2)
+
+
+@pytest.mark.parametrize("path", ["docs/operations.md", "scripts/slurm/pretrain.sbatch"])
+def test_launches_on_many_nodes_are_shown_with_sizes_that_fit(path):
+    text = (pathlib.Path(__file__).parents[2] / path).read_text()
+    shown = re.findall(r"--nodes=(\d+) (?:--time=\S+ )?\S+/pretrain\.sbatch ((?:.*\\\n)*.*)", text)
+    assert shown
+    for nodes, words in shown:
+        count = 8 * (32 if nodes == "33" else int(nodes))  # one of 33 is a spare
+        words = [word for word in shlex.split(words.replace("\\\n#", "\\\n")) if "=" in word]
+        assert layout_of(compose_config(words), count).ranks == count
