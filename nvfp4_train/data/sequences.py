@@ -43,7 +43,7 @@ class DocumentSequences:
     Group g holds the documents that begin in the stream's tokens [g T, (g + 1) T), T = GROUP x S - (S - 1): at most
     GROUP x S tokens, as the last one reaches at most S - 1 beyond; so they fit into GROUP sequences, the number of a
     sequence says its group, and 1 / GROUP of the places stay empty. A document longer than S counts as several of S
-    tokens. The last group may be smaller.
+    tokens. The last group takes the rest of the stream too, where by itself no document might begin.
     """
 
     def __init__(self, dataset: Dataset, split: str, seq_len: int) -> None:
@@ -53,18 +53,19 @@ class DocumentSequences:
             raise DataError(f"{dataset.path} has no tokens to train on: give more text.")
         self._dataset, self._split, self._seq_len = dataset, split, seq_len
         self._group_tokens = GROUP * seq_len - (seq_len - 1)
-        groups, rest = divmod(total, self._group_tokens)
-        self.count = groups * GROUP + -(-rest // seq_len)
+        self._last = max(0, total // self._group_tokens - 1)
+        self.count = self._last * GROUP + -(-(total - self._last * self._group_tokens) // seq_len)
         self._pack = lru_cache(_CACHED_GROUPS)(self._pack_group)
 
     def spans(self, number: int) -> list[tuple[int, int]]:
-        group, place = divmod(number, GROUP)
-        return self._pack(group)[place]
+        group = min(number // GROUP, self._last)
+        return self._pack(group)[number - group * GROUP]
 
     def _pack_group(self, group: int) -> list[list[tuple[int, int]]]:
-        start = group * self._group_tokens
-        stop = min(start + self._group_tokens, self._dataset.n_tokens(self._split))
-        return pack(*self._documents(start, stop), min(GROUP, self.count - group * GROUP), self._seq_len)
+        start, stop, bins = group * self._group_tokens, (group + 1) * self._group_tokens, GROUP
+        if group == self._last:
+            stop, bins = self._dataset.n_tokens(self._split), self.count - group * GROUP
+        return pack(*self._documents(start, stop), bins, self._seq_len)
 
     def _documents(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Where the documents that begin in [start, stop) begin and end, those longer than S in parts."""
