@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from nvfp4_train.config.schema import ClippingConfig, DataConfig, FaultConfig, OptimizerConfig, RecoveryConfig
+from nvfp4_train.config.schema import (
+    HELD_OUT,
+    ClippingConfig,
+    DataConfig,
+    FaultConfig,
+    OptimizerConfig,
+    RecoveryConfig,
+)
 from nvfp4_train.errors import ConfigError
 
 FAULTS = ("repeated_tokens", "random_tokens", "gradient", "nan", "bit_flip", "lr", "read_error", "stuck")
@@ -77,6 +84,10 @@ def check_data(cfg: DataConfig) -> None:
         if "/" in name or not name.strip() or not source.strip():
             raise ConfigError(
                 f"data.corpora.{name}={source} must have a name without '/' and a source: both are used as they are."
+            )
+        if name == HELD_OUT:
+            raise ConfigError(
+                f"data.corpora.{name}={source} has the name of the one data set of data.source: call it something else."
             )
     if cfg.corpora and not cfg.mixture:
         equal = ",".join(f"{name}:1" for name in cfg.corpora)

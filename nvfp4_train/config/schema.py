@@ -83,6 +83,9 @@ class MixturePhaseConfig:
     start: float = 0.0
 
 
+HELD_OUT = "heldout"  # name of the data set that data.source gives
+
+
 @dataclass
 class DataConfig:
     """Text and what becomes of it; of a prepared data set only the keys from `packing` on matter."""

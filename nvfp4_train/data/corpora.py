@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nvfp4_train.config.schema import Config
+from nvfp4_train.config.schema import HELD_OUT, Config
 from nvfp4_train.data.build import prepare
 from nvfp4_train.data.dataset import Dataset, open_dataset
 from nvfp4_train.data.mixture import Segment, before, from_json, planned, resumed, to_json
 from nvfp4_train.data.progress import Report
 from nvfp4_train.errors import CheckpointError, DataError
-
-HELD_OUT = "heldout"  # name of the only data set, where data.source gives it
 
 
 class Corpora:
@@ -24,10 +22,16 @@ class Corpora:
     """
 
     def __init__(
-        self, datasets: Mapping[str, Dataset], segments: Sequence[Segment] = (), packing: str = "stream"
+        self,
+        datasets: Mapping[str, Dataset],
+        segments: Sequence[Segment] = (),
+        packing: str = "stream",
+        known: Mapping[str, str] | None = None,
     ) -> None:
-        """Without `segments` there must be one data set, which is trained on. Raises DataError for several tokenizers."""
+        """Without `segments` there must be one data set, which is trained on. `known`: the hashes of those that earlier
+        launches had, by name. Raises DataError for several tokenizers."""
         self.datasets, self.packing = dict(datasets), packing
+        self._known = dict(known or {})
         self.segments = list(segments) or [Segment(0, dict.fromkeys(datasets, 1.0))]
         first, *others = self.datasets.values()
         for other in others:
@@ -49,11 +53,9 @@ class Corpora:
         return self.only.hash if HELD_OUT in self.datasets else self.tokenizer.hash
 
     def record(self, batch: int) -> dict[str, Any]:
-        """What the batches before number `batch` were drawn from, for the checkpoint of the step before it."""
-        return {
-            "corpora": {name: dataset.hash for name, dataset in self.datasets.items()},
-            "mixture": to_json(before(self.segments, batch)),
-        }
+        """What the batches before `batch` were drawn from, for a checkpoint; a corpus that was once there keeps its name."""
+        here = {name: dataset.hash for name, dataset in self.datasets.items()}
+        return {"corpora": self._known | here, "mixture": to_json(before(self.segments, batch))}
 
     def epochs(self, name: str, steps: int, step_tokens: int) -> float:
         """How often the first `steps` steps read the corpus `name`."""
@@ -95,15 +97,16 @@ def open_corpora(
     segments = planned(
         cfg.data.mixture, training.max_tokens, training.global_batch_size * training.seq_len
     ) or [Segment(0, {HELD_OUT: 1.0})]
+    _check_names(datasets, past["corpora"] if past else {})
     if past is not None:
-        _check_names(datasets, past["corpora"])
         segments = resumed(from_json(past["mixture"]), segments, batch)
-    return Corpora(datasets, segments, cfg.data.packing)
+    return Corpora(datasets, segments, cfg.data.packing, past and past["corpora"])
 
 
 def _check_names(datasets: Mapping[str, Dataset], past: Mapping[str, str]) -> None:
-    """A name must mean what it meant, and what was trained on must keep its name: its sequences are counted by it."""
+    """A name must mean what it meant, and a data set has one name for ever: its sequences are counted by it."""
     names = {hash: name for name, hash in past.items()}
+    now: dict[str, str] = {}
     for name, dataset in datasets.items():
         if past.get(name, dataset.hash) != dataset.hash:
             raise CheckpointError(
@@ -114,4 +117,8 @@ def _check_names(datasets: Mapping[str, Dataset], past: Mapping[str, str]) -> No
             raise CheckpointError(
                 f"data.corpora.{name}={dataset.path} is what this run was trained on as {names[dataset.hash]}: give it that "
                 "name, so that no text of it comes twice."
+            )
+        if (other := now.setdefault(dataset.hash, name)) != name:
+            raise DataError(
+                f"data.corpora.{name}={dataset.path} is the same data set as data.corpora.{other}: name it once."
             )

@@ -12,8 +12,9 @@ from functools import lru_cache
 
 import numpy as np
 
+from nvfp4_train.config.schema import HELD_OUT
 from nvfp4_train.data.batch import Batch, read_batch
-from nvfp4_train.data.corpora import HELD_OUT, Corpora
+from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.mixture import Draw
 from nvfp4_train.data.permutation import permute

@@ -74,10 +74,11 @@ class Start:
     @property
     def data(self) -> tuple[dict[str, Any] | None, int]:
         """What the batches before the checkpoint's next one were drawn from (`Corpora.record`; None at the start), and the
-        number of that one."""
+        number of that one when it was saved: a later rewind may step over it, which doesn't move the phases."""
         if self.checkpoint is None:
             return None, 0
-        return self.checkpoint.values.get("data"), self.history.batch(self.checkpoint.step + 1)
+        known = History.from_state(self.checkpoint.values["recovery"]["rewinds"])
+        return self.checkpoint.values["data"], known.batch(self.checkpoint.step + 1)
 
 
 def begin(folder: RunFolder, cfg: Config, warn: Callable[[str], None], group: Group = None) -> Start:

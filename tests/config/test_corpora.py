@@ -47,6 +47,10 @@ def test_the_published_blend_in_three_phases_is_an_option():
         ([TWO, "data.mixture=[{weights:{web:1}},{weights:{code:1}}]"], "increase"),
         ([TWO, "data.mixture=[{weights:{web:lots}}]"], "weights.web"),
         (["data.corpora={a/b:/data}", "data.mixture=[{weights:{a/b:1}}]"], "without '/'"),
+        (
+            ["data.corpora={heldout:/data,web:/web}", "data.mixture=[{weights:{web:1}}]"],
+            "call it something else",
+        ),
         (["data.packing=windows"], "choose stream, documents"),
         (["data.workers=-1"], "data.workers=-1 must be at least 0"),
     ],
