@@ -33,7 +33,7 @@ from nvfp4_train.config.checks import positive
 from nvfp4_train.config.schema import DataConfig
 from nvfp4_train.data import merge, pieces
 from nvfp4_train.data import tokenizer as tokenizers
-from nvfp4_train.data.dataset import MANIFEST, is_dataset, open_dataset, write_manifest
+from nvfp4_train.data.dataset import is_dataset, open_dataset, write_manifest
 from nvfp4_train.data.decide import Decision, decide, too_few
 from nvfp4_train.data.duplicates import mark_duplicates
 from nvfp4_train.data.encode import Part, encode, unit_keys
@@ -86,8 +86,6 @@ def prepare_into(
     key = input_key(source, cfg, vocab_size)
     if out.exists() and not is_dataset(out) and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"out={out} holds other files: give a new folder.")
-    if is_dataset(out) and open_dataset(out).manifest["input_key"] != key:
-        raise DataError(f"out={out} holds a data set of another source or other settings: give a new folder.")
     return _Build(source, cfg, vocab_size, out, key, report, workers).run(part, merge_only)
 
 
@@ -133,14 +131,14 @@ class _Build:
 
     def run(self, part: Part | None = None, merge_only: bool = False) -> Path:
         """The data set's folder; with `part`, the folder of its pieces."""
-        if (self._target / MANIFEST).exists():
-            return open_dataset(self._target).path
+        if self._is_built():
+            return self._target
         try:
             self._target.parent.mkdir(parents=True, exist_ok=True)
             lock = self._target.with_name(f".{self._target.name}.lock")
             with _lock(lock, fcntl.LOCK_SH if part else fcntl.LOCK_EX, self._report), self._workers:
-                if (self._target / MANIFEST).exists():  # another process has built it meanwhile
-                    return open_dataset(self._target).path
+                if self._is_built():  # by another process, meanwhile
+                    return self._target
                 self._pieces.mkdir(parents=True, exist_ok=True)
                 try:
                     if part:
@@ -164,15 +162,25 @@ class _Build:
             ) from error
         return self._target
 
+    def _is_built(self) -> bool:
+        """Raises DataError for a damaged data set, or another one, in its place."""
+        if not is_dataset(self._target):
+            return False
+        if open_dataset(self._target).manifest["input_key"] != self._key:
+            raise DataError(
+                f"{self._target} holds a data set of another source or other settings: give a new folder with out=DIR."
+            )
+        return True
+
     def _finish(self, merge_only: bool) -> None:
         decision = self._decide()
-        held_out = HeldOutText(decision.tokenizer, decision.rules)
-        if not merge_only:
-            self._encode(decision, Part(), held_out.add)
-        found = self._found(decision)
         folder = self._partial / f"dataset-{self._key[:16]}"
-        folder.mkdir(exist_ok=True)
-        self._merge(found, decision, held_out, folder)
+        with contextlib.closing(HeldOutText(decision.tokenizer, decision.rules)) as held_out:
+            if not merge_only:
+                self._encode(decision, Part(), held_out.add)
+            found = self._found(decision)
+            folder.mkdir(exist_ok=True)
+            self._merge(found, decision, held_out, folder)
         os.rename(folder, self._target)
         fsync_dir(self._target.parent)
         shutil.rmtree(self._partial, ignore_errors=True)

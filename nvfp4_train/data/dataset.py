@@ -18,7 +18,15 @@ from typing import Any
 import numpy as np
 
 from nvfp4_train.atomic import write_text
-from nvfp4_train.data.shards import FORMAT_VERSION, OpenFiles, Shard, ShardReader, again, token_dtype
+from nvfp4_train.data.shards import (
+    FORMAT_VERSION,
+    OpenFiles,
+    Shard,
+    ShardReader,
+    again,
+    shard_name,
+    token_dtype,
+)
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.errors import DataError
 
@@ -36,12 +44,17 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> None:
 
 
 def is_dataset(folder: str | Path) -> bool:
-    """Whether `folder` says that it is a prepared data set, be it damaged."""
+    """Whether `folder` is a prepared data set by its manifest or its shards, be it damaged."""
+    folder = Path(folder).expanduser()
     try:
-        with open(Path(folder).expanduser() / MANIFEST, "rb") as f:
-            return FORMAT.encode() in f.read(200)
+        with open(folder / MANIFEST, "rb") as f:
+            return FORMAT.encode() in f.read(200) or _has_shards(folder)
     except OSError:
-        return False
+        return _has_shards(folder)
+
+
+def _has_shards(folder: Path) -> bool:
+    return (folder / f"{shard_name(SPLITS[0], 0)}.bin").is_file()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -50,6 +63,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
     except OSError as error:
+        if _has_shards(folder):
+            raise DataError(f"{path} can't be read ({error.strerror}): {again(folder)}.") from error
         raise DataError(
             f"{folder} is no prepared data set ({path.name}: {error.strerror}): make one with "
             "python -m nvfp4_train.prepare."

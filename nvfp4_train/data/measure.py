@@ -41,6 +41,10 @@ class HeldOutText:
             document = tokens[ends[i] - entries[i]["tokens"] : ends[i]].tolist()
             self._thread.submit(self._baselines.add, self._tokenizer.decode_bytes(document))
 
+    def close(self) -> None:
+        """Leave out what still waits: a process that ends with an error must not first compress it."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def baselines(
         self, pieces: Sequence[Piece], selection: Selection, folder: Path, shards: Sequence[dict]
     ) -> dict[str, float | int]:

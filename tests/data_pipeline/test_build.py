@@ -15,11 +15,12 @@ import pytest
 from conftest import VOCAB, make_corpus, silent
 
 from nvfp4_train.config.schema import DataConfig
-from nvfp4_train.data import build
+from nvfp4_train.data import build, encode, measure
 from nvfp4_train.data.build import prepare, prepare_into
-from nvfp4_train.data.dataset import TOKENIZER, open_dataset
+from nvfp4_train.data.dataset import MANIFEST, TOKENIZER, open_dataset
 from nvfp4_train.data.tokenizer import Tokenizer
 from nvfp4_train.errors import ConfigError, DataError
+from nvfp4_train.prepare import exit_code, main
 
 
 @pytest.fixture
@@ -179,6 +180,39 @@ def test_a_damaged_cache_is_named_and_not_used(cfg):
     open_dataset(prepare(cfg, VOCAB, silent), check="full")
 
 
+@pytest.mark.parametrize("damage", ["missing", "flipped"])
+def test_a_data_set_without_a_readable_manifest_is_no_folder_of_text(cfg, damage):
+    path = prepare(cfg, VOCAB, silent)
+    manifest = path / MANIFEST
+    if damage == "missing":
+        manifest.unlink()
+    else:
+        manifest.write_text(manifest.read_text().replace("nvfp4_train.dataset", "nvfp5_train.dataset"))
+    for source in (cfg.source, str(path)):  # in the cache, before anything is built again; and named itself
+        with pytest.raises(DataError, match=rf"{manifest} (can't be read|is damaged).*delete {path}"):
+            prepare(replace(cfg, source=source), VOCAB, pytest.fail)
+
+
+def test_a_refusal_does_not_wait_for_the_compressors(cfg, dataset, tmp_path, monkeypatch):
+    corpus = make_corpus(tmp_path / "text")
+    (corpus / "zzz.txt").write_bytes(b"\xff\xfe")
+    refused, measured, threads = threading.Event(), [], set()
+
+    def add(self, data: bytes) -> None:
+        threads.add(threading.current_thread())
+        measured.append(data)
+        assert refused.wait(60)
+
+    monkeypatch.setattr(measure.Baselines, "add", add)
+    monkeypatch.setattr(encode, "BLOCK_BYTES", 1 << 10)  # the bad file comes in a later call than the others
+    with pytest.raises(DataError, match=r"zzz.txt is not UTF-8"):
+        prepare(replace(cfg, source=str(corpus), tokenizer=str(dataset.path / TOKENIZER)), VOCAB, silent)
+    refused.set()
+    for thread in threads:
+        thread.join(60)
+    assert len(measured) == 1
+
+
 def test_a_bad_file_leaves_nothing(cfg, tmp_path):
     corpus = make_corpus(tmp_path / "text")
     (corpus / "zzz.txt").write_bytes(b"\xff\xfe")
@@ -222,7 +256,7 @@ def small_pieces():
     def changed(command: list[str], kill_before: tuple[str, str, int] | None = None) -> list[str]:
         code = (
             "import sys; from nvfp4_train.data import encode, readers, sources;"
-            "encode.BATCHES_PER_PIECE = 4; encode.BLOCK_BYTES = 1 << 14; sources.UNIT_BYTES = 1 << 19;"
+            "encode.BATCHES_PER_PIECE = 4; encode.BLOCK_BYTES = 1 << 12; sources.UNIT_BYTES = 1 << 18;"
             "import importlib, os, signal\n"
             "def killing(function, n):\n"
             "    calls = []\n"
@@ -244,7 +278,7 @@ def small_pieces():
 
 @pytest.fixture(scope="module")
 def big_corpus(tmp_path_factory) -> Path:
-    return make_corpus(tmp_path_factory.mktemp("big") / "text", documents=600, words=1000)
+    return make_corpus(tmp_path_factory.mktemp("big") / "text", documents=150, words=800)
 
 
 def command(corpus: Path, out: Path, *more: str) -> list[str]:
@@ -315,6 +349,26 @@ def test_processes_that_want_the_same_build_it_once(big_corpus, tmp_path):
     assert visible(tmp_path) == ["out"]
 
 
+def test_who_waited_while_another_data_set_was_built_in_its_place_is_refused(cfg, tmp_path):
+    waits, errors = threading.Event(), []
+
+    def second() -> None:
+        with pytest.raises(DataError) as error:
+            prepare_into(tmp_path / "out", replace(cfg, valid_fraction=0.2), VOCAB, lambda line: waits.set())
+        errors.append(str(error.value))
+
+    thread = threading.Thread(target=second)
+
+    def first(line: str) -> None:
+        if line.startswith("Training"):
+            thread.start()
+            assert waits.wait(60)
+
+    prepare_into(tmp_path / "out", cfg, VOCAB, first)
+    thread.join()
+    assert "another source or other settings" in errors[0]
+
+
 def test_threads_that_want_the_same_build_it_once(cfg):
     built = []
     threads = [
@@ -327,8 +381,14 @@ def test_threads_that_want_the_same_build_it_once(cfg):
     assert sum(line.startswith("Prepared") for line in built) == 1
 
 
-def test_the_command_builds_verifies_and_describes(corpus, tmp_path):
+def test_the_command_builds_verifies_and_describes(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
+
+    def called(*arguments: str) -> tuple[int, str, str]:
+        """As `run`, without the time that a new process takes to start."""
+        monkeypatch.setattr(sys, "argv", ["prepare", f"out={out}", *arguments])
+        code = exit_code(main)
+        return code, *capsys.readouterr()
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -340,11 +400,11 @@ def test_the_command_builds_verifies_and_describes(corpus, tmp_path):
     built = run(f"data.source={corpus}", f"vocab_size={VOCAB}")
     assert built.returncode == 0, built.stderr
     assert "bytes a token" in built.stdout
-    stats = run("action=stats").stdout
+    stats = called("action=stats")[1]
     assert built.stdout.splitlines()[-1] in stats
     assert "Length of train documents in tokens" in stats
     assert "document 9, token " in stats
-    assert "is whole" in run("action=verify").stdout
+    assert "is whole" in called("action=verify", "workers=1")[1]
     shard = out / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[100] ^= 1
@@ -358,15 +418,13 @@ def test_the_command_builds_verifies_and_describes(corpus, tmp_path):
         (["vocab_size=many"], "must be a whole number or null"),
         ([f"data.source={tmp_path / 'gone'}"], "doesn't exist"),
     ]:
-        refused = run(*arguments)
-        assert refused.returncode == 2
-        assert said in refused.stderr
-        assert len(refused.stderr.splitlines()) == 1
+        code, _, refused = called(*arguments)
+        assert code == 2
+        assert said in refused
+        assert len(refused.splitlines()) == 1
 
 
 def test_the_vocabulary_is_the_given_tokenizers(corpus, dataset, tmp_path):
-    from nvfp4_train.prepare import main
-
     model = dataset.path / TOKENIZER
     main([f"data.source={corpus}", f"out={tmp_path / 'out'}", f"data.tokenizer={model}"])
     assert open_dataset(tmp_path / "out").tokenizer.vocab_size == Tokenizer.load(model).vocab_size == VOCAB

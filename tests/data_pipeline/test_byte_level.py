@@ -40,10 +40,14 @@ def load(content: dict) -> Tokenizer:
     return Tokenizer(json.dumps(content).encode(), "my.json")
 
 
+@pytest.fixture(scope="module")
+def tokenizer(content) -> Tokenizer:
+    return load(content)
+
+
 @settings(max_examples=200, deadline=None)
 @given(text=st.text() | st.sampled_from([EOS, f"a{EOS}b <think> c", "  \n\n\t", "\u2581 é漢😀", "<s>"]))
-def test_any_text_comes_back(content, text):
-    tokenizer = load(content)
+def test_any_text_comes_back(tokenizer, text):
     tokens = tokenizer.encode_document(text)
     assert tokens[-1] == tokenizer.eos_id not in tokens[:-1]
     assert tokenizer.decode(tokens.tolist()) == text

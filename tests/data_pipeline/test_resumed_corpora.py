@@ -59,3 +59,6 @@ def test_a_change_after_a_rewind_begins_with_the_batch_that_comes_next():
     for step, batch in ((10, 10), (11, 11 + 5), (20, 20 + 5)):
         values = {"data": "record", "recovery": {"rewinds": History((rewind,)).state()}}
         assert Start(SimpleNamespace(values=values, step=step), {}).data == ("record", batch)
+    # Of a rewind after it, whose skipped batches may hold a phase's start, a checkpoint knows nothing.
+    before = SimpleNamespace(values={"data": "record", "recovery": {"rewinds": []}}, step=11)
+    assert Start(before, {}, history=History((rewind,))).data == ("record", 11)
