@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from nvfp4_train.config.schema import FaultConfig
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.training.history import History
 
 DATA_KINDS = ("repeated_tokens", "random_tokens", "read_error")
@@ -36,6 +37,24 @@ class Faults:
     def __init__(self, faults: Sequence[FaultConfig], rank: int = 0, vocab_size: int = 0) -> None:
         self._faults, self._rank, self._vocab_size = list(faults), rank, vocab_size
         self._read_errors: dict[int, int] = {}
+
+    def check(self, ranks: int, steps: int, model: nn.Module) -> None:
+        """Raise ConfigError for a fault that would never strike: on no such rank, after the last step, of no such weight."""
+        for i, fault in enumerate(self._faults):
+            if fault.rank is not None and fault.rank >= ranks:
+                raise ConfigError(
+                    f"faults[{i}].rank={fault.rank} is not one of the {ranks} ranks: choose 0 to {ranks - 1}."
+                )
+            if fault.step > steps:
+                raise ConfigError(
+                    f"faults[{i}].step={fault.step} comes after the run's last step, {steps}: choose another."
+                )
+            names = [name for name, _ in model.named_parameters()]
+            if fault.kind == "bit_flip" and not any(fnmatchcase(name, fault.tensor) for name in names):
+                raise ConfigError(
+                    f"faults[{i}].tensor={fault.tensor!r} is the name of no weight: choose a pattern for names such as "
+                    f"{names[-1]}."
+                )
 
     def lr_factor(self, step: int, history: History) -> float:
         """What the learning rate of `step` is multiplied with."""

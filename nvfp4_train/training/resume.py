@@ -103,9 +103,8 @@ def _clean(folder: RunFolder) -> tuple[list[str], History]:
     history = read_journal(folder.path)
     for place in places:
         checkpoint.sweep(place)
-        discard_abandoned(
-            place, history
-        )  # a kill may have come between a rewind's journal and the rest of it
+        # A kill may have come between a rewind's journal and the rest of it.
+        discard_abandoned(place, history)
     return places, history
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -101,6 +102,8 @@ class Trainer:
             self._report,
         )
         self.total_steps = total_steps(cfg.training)
+        planned = total_steps(dataclasses.replace(cfg.training, max_steps=None))
+        self._faults.check(processes.size, planned, state.model)
         self.seconds = 0.0  # spent in training steps by this launch
         self.launch_tokens = 0
         self._flops_per_token = flops_per_token(cfg.model, cfg.training.seq_len)

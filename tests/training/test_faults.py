@@ -6,6 +6,7 @@ from torch import nn
 
 from nvfp4_train.config.schema import FaultConfig
 from nvfp4_train.data.batch import Batch
+from nvfp4_train.errors import ConfigError
 from nvfp4_train.training.faults import Faults, flip_bit
 from nvfp4_train.training.history import History, Rewind
 
@@ -25,6 +26,20 @@ def test_a_fault_strikes_at_its_steps_until_a_rewind_unless_it_repeats():
     assert [once.lr_factor(step, NONE) for step in (4, 5, 7, 8)] == [1.0, 7.0, 7.0, 1.0]
     assert once.lr_factor(5, REWOUND) == once.lr_factor(7, REWOUND) == 1.0
     assert always.lr_factor(5, REWOUND) == 7.0
+
+
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ({"kind": "nan", "step": 3, "rank": 2}, "rank=2 is not one of the 2 ranks"),
+        ({"kind": "lr", "step": 11}, "step=11 comes after the run's last step, 10"),
+        ({"kind": "bit_flip", "step": 3, "tensor": "nosuch*"}, "'nosuch.*' is the name of no weight"),
+    ],
+)
+def test_a_fault_that_would_never_strike_is_refused(values, what):
+    with pytest.raises(ConfigError, match=what):
+        faults(**values).check(2, 10, nn.Linear(3, 2))
+    faults(kind="bit_flip", step=10, tensor="w*", rank=1).check(2, 10, nn.Linear(3, 2))
 
 
 def test_gradients_of_all_ranks_or_of_one():
