@@ -15,6 +15,7 @@ with action=merge. Training then takes data.source=DIR. Exit codes: 0 done, 2 so
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,10 +100,13 @@ def _verify(out: Path, workers: int) -> None:
 
 def _report(line: str) -> None:
     """A line of progress replaces the one before it, on a terminal."""
-    if not sys.stdout.isatty():
-        print(line, flush=True)
-    else:
-        print(f"\r\x1b[K{line}", end="" if isinstance(line, ProgressLine) else "\n", flush=True)
+    try:
+        if not sys.stdout.isatty():
+            print(line, flush=True)
+        else:
+            print(f"\r\x1b[K{line}", end="" if isinstance(line, ProgressLine) else "\n", flush=True)
+    except BrokenPipeError:  # `| head`: the reader has seen enough, the work goes on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _vocab_size(cfg: PrepareConfig) -> int:

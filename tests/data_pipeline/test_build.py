@@ -424,6 +424,14 @@ def test_the_command_builds_verifies_and_describes(corpus, tmp_path, monkeypatch
         assert len(refused.splitlines()) == 1
 
 
+def test_it_goes_on_when_nobody_reads_what_it_reports(corpus, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as stdout:
+        subprocess.run(command(corpus, tmp_path / "out"), stdout=stdout, check=True)
+    open_dataset(tmp_path / "out", check="full")
+
+
 def test_the_vocabulary_is_the_given_tokenizers(corpus, dataset, tmp_path):
     model = dataset.path / TOKENIZER
     main([f"data.source={corpus}", f"out={tmp_path / 'out'}", f"data.tokenizer={model}"])
