@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train on a list of machines without a scheduler, from the repository's root on one of them:
 #
-#   scripts/dgx/launch.sh hosts.txt +experiment=12b_hybrid run_dir=/shared/runs/12b data.source=/shared/data
+#   scripts/dgx/launch.sh hosts.txt +experiment=12b_hybrid training.global_batch_size=768 run_dir=/shared/runs/12b data.source=/shared/data
 #
 # hosts.txt: one name a line, reachable by ssh without a password, the first one hosts the rendezvous; the repository lies
 # at the same path on each. SIGTERM or Ctrl-C here stops the run everywhere: it saves, and this script exits with 75

@@ -234,6 +234,12 @@ def quantize_kernel(
 
 
 @triton.jit
+def below(row, rows, like):
+    """row < rows as a block of `like`'s shape: the interpreter splats a scalar int1 to int32, no mask for Triton 3.9."""
+    return row + tl.zeros_like(like) < rows
+
+
+@triton.jit
 def magnitude_bits(v):
     """The bits of |v|, whose integer order is that of the magnitudes, with one NaN on top."""
     bits = as_int(v) & 0x7FFFFFFF
@@ -255,7 +261,7 @@ def amax_kernel(x, out, rows, cols, BF16: tl.constexpr, SIGNS: tl.constexpr, LAN
         row = (i // across) * 16
         words = ()
         for t in tl.static_range(16):
-            mask = (group < cols // 4) & (row + t < rows)
+            mask = (group < cols // 4) & below(row + t, rows, group)
             at = x + (row + t).to(tl.int64) * (cols // (4 if BF16 else 2))
             if BF16:
                 words = words + (tl.load(at + group, mask, 0),)

@@ -17,7 +17,7 @@ from nvfp4_kernels.triton.arithmetic import (
     unpack2,
     unpack4,
 )
-from nvfp4_kernels.triton.kernels import channel_of, magnitude_bits
+from nvfp4_kernels.triton.kernels import below, channel_of, magnitude_bits
 
 
 @triton.jit
@@ -48,7 +48,9 @@ def report(amax, raw, turned, SIGNS: tl.constexpr):
 @triton.jit
 def store_words(y, words, row, rows, cols, group, mask):
     for t in tl.static_range(16):
-        tl.store(y + (row + t).to(tl.int64) * (cols // 4) + group, words[t], mask & (row + t < rows))
+        tl.store(
+            y + (row + t).to(tl.int64) * (cols // 4) + group, words[t], mask & below(row + t, rows, group)
+        )
 
 
 @triton.jit
@@ -57,7 +59,7 @@ def load_rows(x, row, rows, cols, group, mask, BF16: tl.constexpr):
     words = ()
     for t in tl.static_range(16):
         at = x + (row + t).to(tl.int64) * (cols // (4 if BF16 else 2))
-        inside = mask & (row + t < rows)
+        inside = mask & below(row + t, rows, group)
         if BF16:
             words = words + (tl.load(at + group, inside, 0),)
         else:
