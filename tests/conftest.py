@@ -19,6 +19,7 @@ from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
 from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.run_folder import config_yaml
+from tests.text import write_documents
 from tests.tiny import TINY_MODEL
 
 # The same cases on every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=explore draws new ones.
@@ -49,13 +50,10 @@ class TinyRun:
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory) -> TinyRun:
-    """A hybrid of 5 blocks in NVFP4 on a little real text, with a checkpoint at step 20. Not to be written to."""
+    """A hybrid of 5 blocks in NVFP4 on a little text, with a checkpoint at step 20. Not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
-    (root / "text").mkdir()
-    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:24]:
-        (root / "text" / source.name).write_bytes(source.read_bytes())
     overrides = [
-        f"data.source={root / 'text'}",
+        f"data.source={write_documents(root / 'text')}",
         f"data.cache_dir={root / 'cache'}",
         "data.valid_fraction=0.2",
     ]

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import math
-import pathlib
 import re
 import shutil
 
@@ -13,6 +12,7 @@ from nvfp4_train import evaluate
 from nvfp4_train.errors import ConfigError, DataError
 from nvfp4_train.training import evaluation
 from nvfp4_train.training.inference import load_run
+from tests.text import document
 
 
 def measure(capsys, *words: str) -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_held_out_text_is_measured_whole(tiny_run, capsys):
 
 def test_bf16_loss_of_any_text_agrees_with_the_definition(tiny_run, tmp_path, capsys):
     text = tmp_path / "text.txt"
-    text.write_text(pathlib.Path(pathlib.__file__).read_text()[:3001] + "é漢")
+    text.write_text(document(99)[:3001] + "é漢")
     rows = measure(capsys, f"run={tiny_run.path}", f"data={text}", "bf16=true")
     run = load_run(tiny_run.path, "cpu", pytest.fail)
     tokens = [*run.tokenizer.encode(text.read_text()), run.tokenizer.eos_id]

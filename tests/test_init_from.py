@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 import re
 import shutil
 
@@ -15,6 +14,7 @@ from nvfp4_train.errors import CheckpointError, ConfigError
 from nvfp4_train.training import init_from
 from nvfp4_train.training.inference import load_run
 from nvfp4_train.training.metrics import read_metrics
+from tests.text import write_documents
 from tests.tiny import TINY
 
 
@@ -22,10 +22,7 @@ from tests.tiny import TINY
 def folders(tmp_path_factory):
     """A finished run of 12 steps and its exports."""
     root = tmp_path_factory.mktemp("init_from")
-    (root / "text").mkdir()
-    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:16]:
-        shutil.copy(source, root / "text")
-    data = [f"data.source={root / 'text'}", f"data.cache_dir={root / 'cache'}"]
+    data = [f"data.source={write_documents(root / 'text', seed=3)}", f"data.cache_dir={root / 'cache'}"]
     words = [*TINY, *data, "training.max_steps=12", "training.sample_tokens=0"]
     pretrain.main([*words, f"run_dir={root / 'run'}", "logging.peak_tflops=0.5"])
     for dtype in ("fp32", "bf16"):

@@ -13,6 +13,7 @@ import time
 import pytest
 
 from nvfp4_train.training.metrics import read_metrics
+from tests.text import write_documents
 from tests.tiny import CHECKPOINT_EVERY, STEPS, TINY
 
 WALL_CLOCK = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait_fraction")
@@ -21,11 +22,11 @@ WALL_CLOCK = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait_fra
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("text")
-    text = root / "text"
-    text.mkdir()
-    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:16]:
-        (text / source.name).write_bytes(source.read_bytes())
-    data = [f"data.source={text}", f"data.cache_dir={root / 'cache'}", "data.valid_fraction=0.2"]
+    data = [
+        f"data.source={write_documents(root / 'text')}",
+        f"data.cache_dir={root / 'cache'}",
+        "data.valid_fraction=0.2",
+    ]
     return [sys.executable, "-m", "nvfp4_train.pretrain", *TINY, *data]
 
 

@@ -19,6 +19,7 @@ from nvfp4_train.data.build import prepare
 from nvfp4_train.distributed import checkpoint
 from nvfp4_train.training.metrics import read_metrics
 from tests.test_pretrain import in_process
+from tests.text import document, write_documents
 from tests.tiny import TINY
 
 STEPS = 28  # with a checkpoint every 7
@@ -32,17 +33,13 @@ TINY_TOO = "data.mixture=[{weights:{prose:9,tiny:1}}]"
 def corpora(tmp_path_factory) -> str:
     """The word that names three corpora of one tokenizer, one of them a few sequences long."""
     root = tmp_path_factory.mktemp("corpora")
-    library = pathlib.Path(pathlib.__file__).parent
-    parts = {
-        "code": library.glob("[a-d]*.py"),
-        "prose": library.glob("[e-i]*.py"),
-        "tiny": [library / "this.py"] * 2,
-    }
+    write_documents(root / "code", 12)
+    write_documents(root / "prose", 12, seed=1)
+    (root / "tiny").mkdir()
+    for i in range(2):
+        (root / "tiny" / f"{i}.txt").write_text(document(i)[:900])
     folders, tokenizer = {}, None
-    for name, files in parts.items():
-        (root / name).mkdir()
-        for i, path in enumerate(sorted(files)[:12]):
-            (root / name / f"{i}.txt").write_bytes(path.read_bytes()[i:])  # two that differ
+    for name in ("code", "prose", "tiny"):
         cfg = DataConfig(str(root / name), tokenizer=tokenizer, cache_dir=str(root), valid_fraction=0.2)
         folders[name] = prepare(cfg, 384, lambda line: None)
         tokenizer = tokenizer or str(folders[name] / "tokenizer.model")
@@ -160,11 +157,7 @@ def test_what_cannot_be_mixed_is_refused(corpora, tmp_path):
 
 
 def test_corpora_of_two_tokenizers_are_refused(corpora, tmp_path):
-    text = tmp_path / "text"
-    text.mkdir()
-    library = pathlib.Path(pathlib.__file__).parent
-    for path in sorted(library.glob("[j-m]*.py"))[:6]:
-        (text / path.name).write_bytes(path.read_bytes())
+    text = write_documents(tmp_path / "text", 6, seed=2)
     names = dict(pair.split(":") for pair in corpora.removeprefix("data.corpora={").rstrip("}").split(","))
     code, error = in_process(tmp_path, *COMMON, f"data.corpora={{code:{names['code']},text:{text}}}", CODE)
     assert code == 2

@@ -18,6 +18,7 @@ from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.errors import DataError
 from nvfp4_train.training.metrics import read_metrics
 from nvfp4_train.training.run_folder import RunFolder
+from tests.text import write_documents
 from tests.tiny import TINY
 
 
@@ -33,11 +34,7 @@ def pretrain_process(*words: str, **environment: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def text(tmp_path) -> pathlib.Path:
-    folder = tmp_path / "text"
-    folder.mkdir()
-    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:16]:
-        (folder / source.name).write_bytes(source.read_bytes())
-    return folder
+    return write_documents(tmp_path / "text")
 
 
 def in_process(tmp_path: pathlib.Path, *words: str) -> tuple[int, str]:

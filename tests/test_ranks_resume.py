@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from nvfp4_train.training.metrics import read_metrics
+from tests.text import write_documents
 from tests.tiny import CHECKPOINT_EVERY, TINY
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,10 +24,11 @@ STEPS = 18
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> list[str]:
     root = tmp_path_factory.mktemp("text")
-    (root / "text").mkdir()
-    for source in sorted(pathlib.Path(pathlib.__file__).parent.glob("[a-d]*.py"))[:16]:
-        (root / "text" / source.name).write_bytes(source.read_bytes())
-    data = [f"data.source={root / 'text'}", f"data.cache_dir={root / 'cache'}", "data.valid_fraction=0.2"]
+    data = [
+        f"data.source={write_documents(root / 'text')}",
+        f"data.cache_dir={root / 'cache'}",
+        "data.valid_fraction=0.2",
+    ]
     return [*TINY, *data, "precision=fp32", "training.sample_tokens=0", f"training.max_steps={STEPS}"]
 
 

@@ -46,26 +46,35 @@ def rank_of(rank, port, deed, folder):
         os._exit(getattr(error, "exit_code", 1))
     os._exit(0)
 
+def serve(deeds, to):
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in deeds]
+    os.write(to, json.dumps([store.port for store in stores]).encode())
+    signal.pause()
+
+# Stores have threads, and a fork while one of them resolves a name would leave the children a lock that nobody opens.
+deeds, (got, to) = sys.argv[2:], os.pipe()
+if (server := os.fork()) == 0:
+    serve(deeds, to)
 children = {}
-for deed in sys.argv[2:]:
+for deed, port in zip(deeds, json.loads(os.read(got, 1000)), strict=True):
     folder = pathlib.Path(sys.argv[1]) / deed
     folder.mkdir()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    children[deed] = store, []
+    children[deed] = []
     for rank in range(3):
         pid = os.fork()
         if pid == 0:
             try:
-                rank_of(rank, store.port, deed, folder)
+                rank_of(rank, port, deed, folder)
             except BaseException:
                 traceback.print_exc()
                 os._exit(9)
-        children[deed][1].append(pid)
+        children[deed].append(pid)
 codes = {}
-for deed, (_, pids) in children.items():
+for deed, pids in children.items():
     codes[deed] = [os.waitstatus_to_exitcode(os.waitpid(pids[rank], 0)[1]) for rank in (0, 2)]
     if deed in ("hang", "stop", "leave slowly"):
         os.kill(pids[1], signal.SIGKILL)
+os.kill(server, signal.SIGKILL)
 print(json.dumps(codes))
 """
 DEEDS = {
