@@ -35,7 +35,7 @@ WORDS = [
     "recovery.careful_steps=10",
     "precision.health_every=10",
 ]
-WRONG_RATE = "faults=[{kind:lr,step:35,steps:4,factor:300}]"
+WRONG_RATE = "faults=[{kind:lr,step:35,steps:4,factor:1000}]"
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ class PeerWatch(NoPeers):
 
     def _watch(self) -> None:
         neighbour, seen, silent, count = (self._rank + 1) % self._size, None, 0, 0
-        stopping = False
+        stopping = ended = False
         while not self._closed.wait(self._tick):
             count += 1
             if who := self._stopped():
@@ -210,7 +210,9 @@ class PeerWatch(NoPeers):
             silent = silent + 1 if sign in (seen, None) and left is None else 0
             seen = sign
             if left is not None and left.partition("|")[2]:
-                self._end(self._report([]))
+                if ended:  # a tick later: what ended it isn't about to end this rank by itself
+                    self._end(self._report([]))
+                ended = True
             elif silent >= self._patience:
                 self._end(self._silent(neighbour))
 

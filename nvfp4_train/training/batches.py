@@ -42,9 +42,11 @@ class Batches:
                         "data, then run the same command to go on."
                     ) from error
                 if attempt == self._retries:
-                    raise RecoveryGaveUp(
+                    gave_up = RecoveryGaveUp(
                         f"batch {number} of step {step + 1} could not be read in {attempt + 1} attempts ({error}): repair "
                         "the disk that holds the data, then run the same command to go on."
-                    ) from error
+                    )
+                    gave_up.of_all_ranks = False  # it is this rank's disk
+                    raise gave_up from error
                 time.sleep(2.0**attempt)
         return self._faults.poison(number, start, batch)

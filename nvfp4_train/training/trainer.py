@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ from nvfp4_train.data.corpora import Corpora
 from nvfp4_train.data.dataset import Dataset
 from nvfp4_train.data.loader import Loader
 from nvfp4_train.data.sampler import Sampler
-from nvfp4_train.distributed.agreement import LaggedMax
+from nvfp4_train.distributed.agreement import LaggedMax, from_first
 from nvfp4_train.distributed.failures import NoPeers
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.saving import Saver
@@ -130,9 +131,11 @@ class Trainer:
                     self._peers.step_done(self.state.step)
                     self._after_step(stop)
         except RecoveryGaveUp as error:
-            own = isinstance(error.__cause__, OSError)  # this rank's trouble, not that of all
-            if self.processes.first or own:
-                self._report(str(error))
+            report = functools.partial(self._report, str(error))
+            if error.of_all_ranks:  # the others wait for it: the launcher stops all ranks when one has ended
+                from_first(self.processes.control, report)
+            else:
+                report()
             raise
 
     def _after_step(self, stop: StopRequest) -> None:
