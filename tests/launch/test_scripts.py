@@ -44,7 +44,7 @@ class Job:
         os.kill(pid or self._process.pid, signal.SIGTERM)
 
     def end(self) -> tuple[int, str]:
-        output, _ = self._process.communicate(timeout=60)
+        output, _ = self._process.communicate(timeout=240)
         return self._process.returncode, output
 
     @property

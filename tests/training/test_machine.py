@@ -29,4 +29,4 @@ def page_faults(first: str) -> int:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
 def test_freed_memory_is_used_again():
-    assert page_faults("machine.keep_freed_memory()") < 0.5 * page_faults("")
+    assert page_faults("machine.keep_freed_memory()") <= 0.5 * page_faults("")
