@@ -101,7 +101,7 @@ def test_sigterm_saves_exits_75_and_goes_on_bit_for_bit(command, unbroken, tmp_p
     process = launch(command, run)
     wait_for_step(process, run, CHECKPOINT_EVERY + 2)
     process.send_signal(signal.SIGTERM)
-    _, error = process.communicate(timeout=60)
+    _, error = process.communicate(timeout=240)
     assert process.returncode == 75
     assert "is saved: run the same command to go on" in error
     stopped_at = steps(run)[-1]["step"]
@@ -110,7 +110,7 @@ def test_sigterm_saves_exits_75_and_goes_on_bit_for_bit(command, unbroken, tmp_p
     assert resumed.wait(timeout=180) == 0, resumed.stderr.read()
     assert steps(run) == unbroken
 
-    finished = subprocess.run([*command, f"run_dir={run}"], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([*command, f"run_dir={run}"], capture_output=True, text=True, timeout=240)
     assert finished.returncode == 0
     assert "is finished" in finished.stdout
     changed = subprocess.run(

@@ -200,7 +200,7 @@ def test_full_disk_harms_nothing_and_the_next_save_works(tmp_path):
         [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     lines = done.stdout.splitlines()

@@ -213,7 +213,7 @@ def test_wandb_offline_has_every_step_once_after_a_kill_and_a_resume(tmp_path):
 
 def test_wandb_online_without_a_login_asks_nothing_and_warns_once(tmp_path):
     process = launch(tmp_path, "online", 1, 50, "-")
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=240)
     warnings = [line for line in out.splitlines() if line.startswith("WARN")]
     assert len(warnings) == 1
     assert "API key" in warnings[0]
