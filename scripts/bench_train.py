@@ -4,8 +4,10 @@
 
 An arm is an option of the group `precision`, with more words after it where it differs in more:
 --arms bf16 nvfp4 "nvfp4 training.recompute=block". Each runs in a process of its own, with one micro-batch a step, the whole
-optimizer step included. The first arm is what the others are compared with. --profile adds where each arm's time goes, by
-kind of kernel. MFU counts Megatron-LM's FLOPs of a hybrid model (model/flops.py).
+optimizer step included, and measures the machine's ceilings after it; its row is printed as soon as it is there. The first
+arm is what the others are compared with. --profile adds where each arm's time goes, by kind of kernel, beside the least
+time that kind could take (ceilings.py). --out DIR keeps the Markdown, and with --profile the kernels one by one. MFU counts
+Megatron-LM's FLOPs of a hybrid model (model/flops.py).
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported, as the entry points do
 
 import torch
+from ceilings import floor, wait
+from ceilings import measure as measure_ceilings
 
-from nvfp4_train import units
+from nvfp4_train.atomic import write_text
 from nvfp4_train.config.load import compose_config
 from nvfp4_train.config.schema import Config
 from nvfp4_train.config.validate import validate
@@ -46,16 +51,33 @@ from nvfp4_train.training.recovery import Recovery
 from nvfp4_train.training.state import TrainState
 from nvfp4_train.training.step import train_step
 
-# Kinds of kernels by what stands in their names, the first that fits; in lower case.
+# Kinds of kernels by what stands in their names, the first that fits; in lower case. torch.compile names its own after all
+# that they fuse ("triton_poi_fused__to_copy_add"): those are OTHER whatever they contain.
+OTHER = "elementwise, norms, other"
 KINDS = {
+    OTHER: ("triton_poi", "triton_red", "triton_per"),
     "scan": ("chunk", "ssd", "_state", "bmm_"),
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
-    "quantize": ("quantize", "amax", "hadamard", "operand", "nvfp4"),
-    "GEMM": ("gemm", "cutlass", "nvjet", "cublas", "xmma", "::mm", "::addmm", "::bmm", "mkldnn"),
+    "convolution": ("conv",),
+    "quantize": ("quantize", "amax_", "hadamard", "operand", "expand", "nvfp4", "scale_product"),
+    "GEMM": (
+        "gemm",
+        "cutlass",
+        "nvjet",
+        "cublas",
+        "xmma",
+        "splitk",
+        "::mm",
+        "::addmm",
+        "::bmm",
+        "mkldnn",
+        "triton_tem",
+    ),
     "optimizer": ("adam", "multi_tensor", "foreach"),
     "softmax, loss": ("softmax", "nll"),
     "copies": ("copy", "memcpy", "memset", "::cat", "fill"),
 }
+SAMPLES = 3  # of `--steps` steps each; the median counts
 
 
 def main() -> int:
@@ -63,9 +85,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arms", nargs="+", default=["bf16", "nvfp4"])
-    parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    parser.add_argument("--steps", type=int, default=10, help=f"a sample, of which there are {SAMPLES}")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, help="folder for the Markdown")
     parser.add_argument("--one", help=argparse.SUPPRESS)  # the arm of a child process
     args, words = parser.parse_known_args()
     if args.one is not None:
@@ -75,18 +98,33 @@ def main() -> int:
             print(f"Error: {error}", file=sys.stderr)
             return error.exit_code
         return 0
-    results = {}
+    results, failure = {}, 0
     for arm in args.arms:
-        print(f"{arm} ...", file=sys.stderr, flush=True)
         options = ["--one", arm, "--steps", str(args.steps), "--warmup", str(args.warmup)]
         options += ["--profile"] if args.profile else []
+        begin = time.monotonic()
         command = [sys.executable, __file__, *words, *options]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            return done.returncode
+        print(f"{arm}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+        if done.returncode:  # the others' rows are worth having
+            failure = failure or done.returncode
+            continue
         results[arm] = json.loads(done.stdout.splitlines()[-1])
-    print(report(results))
-    return 0
+        print(("" if len(results) > 1 else f"{TABLE}\n") + row(arm, results), flush=True)
+        if args.out:
+            keep(args.out, results)
+    if results:
+        print(f"\n{report(results)}", flush=True)
+    return failure
+
+
+def keep(out: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write what is there so far."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "bench_train.md", report(results) + "\n")
+    for i, (arm, r) in enumerate(results.items()):
+        lines = [f"{ms:9.3f} ms {count:6} x  {kind_of(name):26} {name}" for name, ms, count in r["kernels"]]
+        write_text(out / f"kernels_{i}_{arm.split()[0]}.txt", "\n".join([arm, *lines]) + "\n")
 
 
 def configuration(words: list[str], arm: str) -> Config:
@@ -120,30 +158,49 @@ def measure(cfg: Config, steps: int, warmup: int, profile: bool) -> dict[str, An
         "precision": precision.summary(),
         "kernels": choose_kernels(model, cfg.training.kernels, device),
         "recomputes": apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget),
-        "compile": compile_blocks(model, cfg.training.compile, device),
+        # As in a run: Transformer Engine's layers stand between the compiled parts.
+        "compile": compile_blocks(model, cfg.training.compile, device, whole=precision.backend != "te"),
     }
     batches = random_batches(cfg, device)
-    for i in range(warmup):
-        train_step(state, precision, batches[i % len(batches)], cfg.training.micro_batch_size, 1e-5)
-    loss, seconds = _timed(state, precision, batches, cfg, steps, device)
+    run = Steps(state, precision, batches, cfg)
+    begin = time.perf_counter()
+    run.take(warmup)
+    lines["warm-up"] = f"{time.perf_counter() - begin:.1f} s for {warmup} steps, compilation included"
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    loss, samples = run.take(steps), []
+    peak_bytes = _peak_memory(device)  # before the profiler
+    for _ in range(SAMPLES):
+        wait(device)
+        begin = time.perf_counter()
+        loss = run.take(steps)
+        samples.append((time.perf_counter() - begin) / steps)
+    seconds = sorted(samples)[SAMPLES // 2]
+    kernels = run.kernels() if profile else []
+    ceilings = measure_ceilings(device, cfg.model, cfg.training.seq_len)
+    least = floor(cfg, ceilings)
     tokens = cfg.training.micro_batch_size * cfg.training.seq_len
-    rate = tokens / seconds
-    tflops = rate * flops_per_token(cfg.model, cfg.training.seq_len) / 1e12
+    tflops = tokens / seconds * flops_per_token(cfg.model, cfg.training.seq_len) / 1e12
     peak, mfu_line = peaks.peak(device, cfg.logging.peak_tflops)
     return {
         "model": f"{cfg.model.name} {cfg.model.pattern}: {parameter_count(cfg.model):,} parameters",
-        "step": f"{cfg.training.micro_batch_size} sequences of {cfg.training.seq_len} tokens, one micro-batch",
+        "step": f"{cfg.training.micro_batch_size} sequences of {cfg.training.seq_len} tokens, one micro-batch, fp32 master "
+        "weights, AdamW and clipping included",
         "device": machine.describe(device),
         "torch": torch.__version__,
         "mfu_is": mfu_line,
-        "lines": lines,
+        "lines": lines | {"ceilings": ceilings.describe()},
         "linears": [sum(bool(m.plan.quantized) for m in precision.linears.values()), len(precision.linears)],
-        "tokens_per_second": rate,
+        "seconds": seconds,
+        "spread": (max(samples) - min(samples)) / seconds,
+        "tokens_per_second": tokens / seconds,
+        "floor": least,
+        "floor_tokens_per_second": tokens / sum(least.values()),
         "tflops": tflops,
         "mfu": None if peak is None else tflops / peak,
-        "peak_gib": _peak_memory(device) / 2**30,
+        "peak_gib": peak_bytes / 2**30,
         "loss": loss,
-        "profile": _profile(state, precision, batches, cfg) if profile else None,
+        "kernels": kernels,
     }
 
 
@@ -155,24 +212,35 @@ def random_batches(cfg: Config, device: torch.device) -> list[Batch]:
     return [Batch(w[:, :-1].contiguous(), w[:, 1:].contiguous()) for w in windows]
 
 
-def _timed(
-    state: TrainState,
-    precision: PrecisionRuntime,
-    batches: list[Batch],
-    cfg: Config,
-    steps: int,
-    device: torch.device,
-) -> tuple[float, float]:
-    """Loss of the last step, and the median of the steps' seconds, each waited for."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for i in range(steps):
-        begin = time.perf_counter()
-        metrics = train_step(state, precision, batches[i % len(batches)], cfg.training.micro_batch_size, 1e-5)
-        loss = float(metrics["loss"])
-        times.append(time.perf_counter() - begin)
-    return loss, sorted(times)[len(times) // 2]
+class Steps:
+    """Training steps on the batches in turn."""
+
+    def __init__(
+        self, state: TrainState, precision: PrecisionRuntime, batches: list[Batch], cfg: Config
+    ) -> None:
+        self.state, self.precision, self.batches = state, precision, batches
+        self.size, self.taken = cfg.training.micro_batch_size, 0
+
+    def take(self, n: int) -> float:
+        """n steps one after the other, as a run takes them: only the last is waited for. Its loss."""
+        loss = torch.nan
+        for _ in range(n):
+            batch = self.batches[self.taken % len(self.batches)]
+            loss = train_step(self.state, self.precision, batch, self.size, 1e-5)["loss"]
+            self.taken += 1
+        return float(loss)
+
+    def kernels(self) -> list[tuple[str, float, int]]:
+        """(name, milliseconds a step, calls) of every kernel (of every operator, on a CPU), most first."""
+        on_gpu = self.batches[0].tokens.is_cuda
+        activity = torch.profiler.ProfilerActivity
+        with torch.profiler.profile(activities=[activity.CUDA if on_gpu else activity.CPU]) as profiler:
+            self.take(1)
+        times = [
+            (e.key, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3, e.count)
+            for e in profiler.key_averages()
+        ]
+        return sorted((t for t in times if t[1] > 0), key=lambda t: -t[1])
 
 
 def _peak_memory(device: torch.device) -> int:
@@ -184,56 +252,61 @@ def _peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _profile(
-    state: TrainState, precision: PrecisionRuntime, batches: list[Batch], cfg: Config
-) -> dict[str, float]:
-    """Seconds a step by kind of kernel (of operator, on a CPU), most first."""
-    on_gpu = batches[0].tokens.is_cuda
-    kinds = [torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds) as profiler:
-        float(train_step(state, precision, batches[0], cfg.training.micro_batch_size, 1e-5)["loss"])
-    seconds: dict[str, float] = {}
-    for event in profiler.key_averages():
-        micros = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = kind_of(event.key)
-        seconds[kind] = seconds.get(kind, 0.0) + micros / 1e6
-    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
-
-
 def kind_of(name: str) -> str:
     """The kind of the kernel or operator called so."""
     name = name.lower()
-    return next(
-        (kind for kind, words in KINDS.items() if any(w in name for w in words)), "elementwise, norms, other"
+    return next((kind for kind, words in KINDS.items() if any(w in name for w in words)), OTHER)
+
+
+COLUMNS = (
+    "arm", "linears quantized", "tokens/s", "of the first", "spread", "floor, tokens/s", "of the floor",
+    "TFLOP/s", "MFU", "peak GiB", "of the first",
+)  # fmt: skip
+TABLE = f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}"
+
+
+def row(arm: str, results: dict[str, dict[str, Any]]) -> str:
+    """An arm's line of the table."""
+    r, first = results[arm], next(iter(results.values()))
+    rate, least = r["tokens_per_second"], r["floor_tokens_per_second"]
+    mfu = "" if r["mfu"] is None else f"{r['mfu']:.3f}"
+    return (
+        f"| {arm} | {r['linears'][0]} of {r['linears'][1]} | {rate:,.0f} | {rate / first['tokens_per_second']:.3f} | "
+        f"{100 * r['spread']:.1f} % | {least:,.0f} | {100 * rate / least:.0f} % | {r['tflops']:.4g} | {mfu} | "
+        f"{r['peak_gib']:.2f} | {r['peak_gib'] / first['peak_gib']:.3f} |"
     )
 
 
 def report(results: dict[str, dict[str, Any]]) -> str:
-    """The table, one row an arm, with what it was measured on above and the profiles below."""
+    """The table in Markdown, with what it was measured on above and the profiles below."""
     first = next(iter(results.values()))
-    head = [("model", first["model"]), ("step", first["step"]), ("device", first["device"])]
-    head += [("torch", first["torch"]), ("MFU", first["mfu_is"])]
-    lines = [units.table(head), ""]
-    lines += [
-        "| arm | linears quantized | tokens/s | of the first | TFLOP/s | MFU | peak GiB | of the first |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [f"- {key}: {first[key]}" for key in ("model", "step", "device", "torch")]
+    lines += [f"- MFU: {first['mfu_is']}", "", TABLE, *(row(arm, results) for arm in results)]
     for arm, r in results.items():
-        speed, memory = (r[key] / first[key] for key in ("tokens_per_second", "peak_gib"))
-        mfu = "" if r["mfu"] is None else f"{r['mfu']:.3f}"
-        lines.append(
-            f"| {arm} | {r['linears'][0]} of {r['linears'][1]} | {r['tokens_per_second']:,.0f} | {speed:.2f} | "
-            f"{r['tflops']:.4g} | {mfu} | {r['peak_gib']:.2f} | {memory:.2f} |"
-        )
-    for arm, r in results.items():
-        lines += ["", arm, units.table(list(r["lines"].items()))]
-        if r["profile"]:
-            total = sum(r["profile"].values())
-            rows = [
-                (kind, f"{1e3 * s:9.2f} ms  {100 * s / total:4.1f} %") for kind, s in r["profile"].items()
-            ]
-            lines.append(units.table(rows))
+        lines += ["", f"### {arm}", "", *(f"- {key}: {text}" for key, text in r["lines"].items())]
+        lines += ["", *profile(r)]
     return "\n".join(lines)
+
+
+def profile(result: dict[str, Any]) -> list[str]:
+    """Where the time of a step goes, in Markdown; the floor's parts alone where no kernels were recorded."""
+    spent: dict[str, float] = {}
+    for name, ms, _ in result["kernels"]:
+        spent[kind_of(name)] = spent.get(kind_of(name), 0.0) + ms
+    least = {kind: 1e3 * seconds for kind, seconds in result["floor"].items()}
+    whole = 1e3 * result["seconds"]
+    lines = ["| kind of kernel | ms a step | of the step | floor, ms |", "| --- | --- | --- | --- |"]
+    for kind in sorted({*spent, *least}, key=lambda k: -spent.get(k, 0.0)):
+        took = (
+            f"{spent.get(kind, 0.0):.1f} | {100 * spent.get(kind, 0.0) / whole:.1f} %" if spent else "- | -"
+        )
+        lines.append(
+            f"| {kind} | {took} | {least[kind]:.1f} |" if kind in least else f"| {kind} | {took} | |"
+        )
+    busy = f"{sum(spent.values()):.1f} | {100 * sum(spent.values()) / whole:.1f} %" if spent else "- | -"
+    lines.append(f"| together | {busy} | {sum(least.values()):.1f} |")
+    lines.append(f"| the step | {whole:.1f} | | |")
+    return lines
 
 
 if __name__ == "__main__":
