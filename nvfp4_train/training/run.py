@@ -215,6 +215,7 @@ def _launch(
         try:
             trainer.train(stop)
         finally:
+            gc.unfreeze()  # what is never collected, Triton 3.9 lists on the screen as leaks when Python ends
             if processes.first:
                 _plot(cfg, folder, corpora, console)
             tracker.finish()
