@@ -1,4 +1,4 @@
-"""alpha * a b^T by cuBLAS with alpha in device memory, which PyTorch does not offer.
+"""alpha * a b^T (+ what is there) by cuBLAS with alpha in device memory, which PyTorch does not offer.
 
 Alpha is applied to the fp32 sums, before their one rounding, without a host sync and without a pass of its own.
 PyTorch's own handle, stream and workspace are used; partial sums stay in fp32.
@@ -48,19 +48,24 @@ def _layout(t: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
 
 
 def matmul(
-    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """alpha * a b^T. a: bf16 [M, K], b: bf16 [N, K], alpha: fp32 scalar on the device or None for 1 -> [M, N].
 
-    Either may be transposed in memory. Raises RuntimeError when cuBLAS refuses.
+    Either may be transposed in memory. `accumulate`: contiguous [M, N] of `out_dtype`, to which the product is added in
+    place, on the fp32 sums, in the pass that writes it. Raises RuntimeError when cuBLAS refuses.
     """
     library = load()[0]
     (m, k), n = a.shape, b.shape[0]
-    out = torch.empty(m, n, dtype=out_dtype, device=a.device)
+    out = torch.empty(m, n, dtype=out_dtype, device=a.device) if accumulate is None else accumulate
     a, a_rows, lda = _layout(a)
     b, b_rows, ldb = _layout(b)
     alpha = _constant(1.0, a.device) if alpha is None else alpha
-    beta = _constant(0.0, a.device)
+    beta = _constant(0.0 if accumulate is None else 1.0, a.device)
     pointer = ctypes.c_void_p
     with torch.cuda.device(a.device):
         handle = pointer(torch.cuda.current_blas_handle())

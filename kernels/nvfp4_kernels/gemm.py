@@ -30,7 +30,8 @@ def gemm(
     backend: str = "auto",
     accumulate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """a [M, K] x b [N, K]^T -> [M, N] in `out_dtype` (bf16 or fp32); added to `accumulate`, in place, when that is given.
+    """a [M, K] x b [N, K]^T -> [M, N] in `out_dtype` (bf16 or fp32); added to `accumulate` (contiguous, of that dtype), in
+    place, when that is given: the emulated product on GPUs and Triton's add it to their fp32 sums, the others afterwards.
 
     A plain bf16 tensor stands for an operand that is not quantized (its tensor scale is 1). `auto` is `emulated`, which runs
     everywhere; `triton` and `cublas` use FP4 tensor cores, take two quantized operands, and raise ValueError where they
@@ -43,8 +44,7 @@ def gemm(
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             raise ValueError(f"the {backend} GEMM multiplies two quantized operands")
         return native.gemm(a, b, alpha, out_dtype, backend, accumulate)
-    product = scaled_matmul(_operand(a), _operand(b), alpha, out_dtype)
-    return product if accumulate is None else accumulate.add_(product)
+    return scaled_matmul(_operand(a), _operand(b), alpha, out_dtype, accumulate)
 
 
 def gemm_report(device: torch.device | str = "cpu") -> str:
@@ -73,15 +73,24 @@ def _operand(q: Operand) -> torch.Tensor:
 
 
 def scaled_matmul(
-    a: torch.Tensor, b: torch.Tensor, alpha: torch.Tensor | None, out_dtype: torch.dtype
+    a: torch.Tensor,
+    b: torch.Tensor,
+    alpha: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    accumulate: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """alpha * a b^T with fp32 accumulation and one rounding. a: bf16 [M, K], b: bf16 [N, K], alpha: fp32 scalar."""
-    if a.device.type == "cpu":
-        return _matmul_cpu(a, b, alpha, out_dtype)
+    """alpha * a b^T with fp32 accumulation and one rounding; added to `accumulate` as in `gemm`.
+
+    a: bf16 [M, K], b: bf16 [N, K], alpha: fp32 scalar.
+    """
     if a.device.type == "cuda" and cublas.load()[0] is not None:
-        return cublas.matmul(a, b, alpha, out_dtype)
-    out = torch.mm(a, b.t(), out_dtype=torch.float32)
-    return (out if alpha is None else out.mul_(alpha)).to(out_dtype)
+        return cublas.matmul(a, b, alpha, out_dtype, accumulate)
+    if a.device.type == "cpu":
+        product = _matmul_cpu(a, b, alpha, out_dtype)
+    else:
+        product = torch.mm(a, b.t(), out_dtype=torch.float32)
+        product = (product if alpha is None else product.mul_(alpha)).to(out_dtype)
+    return product if accumulate is None else accumulate.add_(product)
 
 
 @functools.cache

@@ -18,6 +18,7 @@ INTERPRET = """
 import torch
 from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize, producers
 from nvfp4_kernels import FP8, MXFP4, quantize_blocks
+from nvfp4_kernels.native import fp8
 from nvfp4_kernels.triton import blockscaled, ops
 
 def same(got, expected, name):
@@ -73,6 +74,17 @@ def check_blocks():
         if turned:
             same(turn(blockscaled.expand_blocks(*g, fmt)), e.operand(), f"{fmt.name} {block} expanded")
 
+def check_native_fp8():
+    x = torch.randn(144, 208) * torch.exp(3 * torch.randn(144, 1))
+    x[:3], x[5, :7] = 0, -0.0
+    results = [
+        (*fp8.quantize_rows_and_columns(x, True, True, backend), *fp8.quantize_square(x, backend))
+        for backend in ("triton", "portable")
+    ]
+    for i, (g, e) in enumerate(zip(*results)):
+        same(g.codes, e.codes, f"native FP8 codes {i}")
+        same(g.scales.t(), e.scales.t(), f"native FP8 scales {i}")
+
 def check_producers():
     for rows, cols, groups, signs in ((16, 528, 1, SIGNS), (20, 64, 4, None)):
         x, z, w = torch.randn(rows, cols), torch.randn(rows, cols).bfloat16(), torch.rand(cols)
@@ -95,7 +107,7 @@ CASES = {
     "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
     "fp32": "check(x, None, True, 'codes')",
     "producers": "check_producers()",
-    "blocks": "check_blocks()",
+    "blocks": "check_blocks(), check_native_fp8()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -116,6 +128,7 @@ COMPILE = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
+from nvfp4_kernels.native import fp8_kernels
 from nvfp4_kernels.triton import blockscaled_kernels, kernels, producers
 
 def build(kernel, **types):
@@ -166,6 +179,9 @@ build(
     blockscaled_kernels.quantize_kernel, **common, key=None, BLOCK_ROWS=128, HEIGHT=128, E4M3=True, STOCHASTIC=False,
     ROTATE=False,
 )
+fp8 = {"row_codes": u8s, "row_scales": floats, "column_codes": u8s, "column_scales": floats}
+build(fp8_kernels.quantize_kernel, x=bf16s, **size, **fp8, SQUARE=False)
+build(fp8_kernels.quantize_kernel, x=floats, **size, **fp8, SQUARE=True)
 build(blockscaled_kernels.expand_kernel, codes=u8s, scales=u8s, out=bf16s, **size, E4M3=True, BLOCK=128, WIDTH=64)
 """
 
@@ -175,7 +191,7 @@ def test_compiles_ahead_of_time(capability, tmp_path):
     path = tmp_path / "build.py"
     path.write_text(COMPILE)
     done = subprocess.run(
-        [sys.executable, path, str(capability), "all" if capability in (80, 100) else "first"],
+        [sys.executable, path, str(capability), "all" if capability in (80, 90, 100) else "first"],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

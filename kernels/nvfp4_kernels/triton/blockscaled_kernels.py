@@ -1,4 +1,4 @@
-"""The Triton kernel of MXFP4 and blockwise FP8: a program quantizes a tile of whole blocks. See `blockscaled.py`.
+"""The Triton kernels of MXFP4 and blockwise FP8: a program quantizes a tile of whole blocks. See `blockscaled.py`.
 
 Written for equal bits, not for the ceiling: these arms are what NVFP4 is compared with.
 """
@@ -60,6 +60,53 @@ def turn(v, signs, C: tl.constexpr):
     return tl.where(v == v, rounded, v)
 
 
+@triton.jit
+def load_fp32(x, at, mask):
+    """bf16 or fp32 numbers as fp32; 0 where masked."""
+    raw = tl.load(x + at, mask, 0)
+    if raw.dtype == tl.bfloat16:
+        v = as_float(raw.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        v = raw
+    return v
+
+
+@triton.jit
+def scale_code(bits, E4M3: tl.constexpr):
+    """E8M0 code, int32, of the block whose amax has these bits."""
+    if E4M3:
+        code = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 10)
+    else:
+        code = tl.maximum(((bits + 0x3FFFFF) >> 23) - 2, 2)
+    return tl.where(bits >= 0x7F800000, 255, code)
+
+
+@triton.jit
+def power(code):
+    """The scale, fp32; NaN for 255."""
+    return as_float(tl.where(code == 255, 0x7FC00000, code << 23))
+
+
+@triton.jit
+def divided(v, code):
+    """v / scale."""
+    return v * as_float(((254 - code) & 255) << 23)
+
+
+@triton.jit
+def round_e4m3(y):
+    """(magnitude on the E4M3 grid, sign bit) of y, at most 448."""
+    a = tl.abs(y)
+    magic = as_float((tl.maximum(as_int(a), 121 << 23) & 0x7F800000) + ((20 << 23) + 0x400000))
+    return (a + magic) - magic, as_int(y) & -0x80000000
+
+
+@triton.jit
+def e4m3_byte(q, sign):
+    """E4M3 code, uint8."""
+    return (scale_byte(q) | ((sign >> 24) & 128)).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def quantize_kernel(
     x, rows, cols, key, sign_bits, out, scales,
@@ -77,11 +124,7 @@ def quantize_kernel(
     col = (left * WIDTH + tl.arange(0, WIDTH))[None, :]
     mask = (row < rows) & (col < cols)
     at = row.to(tl.int64) * cols + col
-    raw = tl.load(x + at, mask, 0)
-    if raw.dtype == tl.bfloat16:
-        v = as_float(raw.to(tl.int16, bitcast=True).to(tl.int32) << 16)
-    else:
-        v = raw
+    v = load_fp32(x, at, mask)
     if ROTATE:
         lane = tl.arange(0, HEIGHT)[:, None]
         v = turn(v, 1.0 - 2.0 * ((sign_bits >> lane) & 1).to(tl.float32), WIDTH)
@@ -91,19 +134,13 @@ def quantize_kernel(
         bits = tl.max(bits, axis=1, keep_dims=True)
     if BLOCK_ROWS > 1:
         bits = tl.max(bits, axis=0, keep_dims=True)
+    code = scale_code(bits, E4M3)
+    scale = power(code)
+    y = divided(v, code)
     if E4M3:
-        code = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 10)
+        q, sign = round_e4m3(y)
     else:
-        code = tl.maximum(((bits + 0x3FFFFF) >> 23) - 2, 2)
-    code = tl.where(bits >= 0x7F800000, 255, code)
-    scale = as_float(tl.where(code == 255, 0x7FC00000, code << 23))
-    y = v * as_float(((254 - code) & 255) << 23)
-    a = tl.abs(y)
-    if E4M3:
-        magic = as_float((tl.maximum(as_int(a), 121 << 23) & 0x7F800000) + ((20 << 23) + 0x400000))
-        q = (a + magic) - magic
-        sign = as_int(y) & -0x80000000
-    else:
+        a = tl.abs(y)
         p = binade(a)
         if STOCHASTIC:
             if ROWS:
@@ -120,8 +157,7 @@ def quantize_kernel(
         sign = as_int(y + 0.0) & -0x80000000
     if CODES:
         if E4M3:
-            byte = scale_byte(q) | ((sign >> 24) & 128)
-            tl.store(out + at, byte.to(tl.uint8), mask)
+            tl.store(out + at, e4m3_byte(q, sign), mask)
         else:
             number = tl.maximum((as_int(q) >> 22) - 252, (q >= 0.5).to(tl.int32)) | ((sign >> 28) & 8)
             even, odd = halves(number, ROWS)
@@ -158,7 +194,7 @@ def expand_kernel(
     col = (left * WIDTH + tl.arange(0, WIDTH))[None, :]
     mask = (row < rows) & (col < cols)
     code = tl.load(scales + top.to(tl.int64) * cols + col, col < cols, 1).to(tl.int32)
-    scale = as_float(tl.where(code == 255, 0x7FC00000, code << 23))
+    scale = power(code)
     if E4M3:
         byte = tl.load(codes + row.to(tl.int64) * cols + col, mask, 0).to(tl.int32)
         q = as_float((byte & 127) << 20) * (2.0**60) * (2.0**60)
