@@ -16,11 +16,19 @@ PLAN = LinearPlan(frozenset(OPERANDS))
 N_IN, N_OUT, TOKENS = 128, 256, 64
 
 
-def build():
-    torch.manual_seed(0)
-    linear = Linear(N_IN, N_OUT, device="cuda")
-    torch.nn.init.normal_(linear.weight, std=0.1)
-    linear.set_plan(PLAN, torch.tensor([77, 5, 0, 3], device="cuda"))
+ARMS = {
+    "mxfp4": LinearPlan(frozenset(OPERANDS), format="mxfp4"),
+    "fp8": LinearPlan(frozenset(OPERANDS), format="fp8"),
+    "four_over_six": LinearPlan(frozenset(OPERANDS), four_over_six="all"),
+    "ms_eden": LinearPlan(frozenset(OPERANDS), backward="ms_eden"),
+}
+
+
+def build(plan=PLAN, device="cuda"):
+    linear = Linear(N_IN, N_OUT, device=device)
+    weight = torch.randn(N_OUT, N_IN, generator=torch.Generator().manual_seed(0))
+    linear.weight.data.copy_(0.1 * weight)
+    linear.set_plan(plan, torch.tensor([77, 5, 0, 3], device=device))
     linear.prepare_weight()
     return linear
 
@@ -58,6 +66,24 @@ def test_the_device_computes_what_the_cpu_computes():
     for got, expected in exact:
         tolerance = expected.abs() * 2**-8 + expected.abs().max() * 1e-5
         assert ((got.double().cpu() - expected).abs() <= tolerance).all()
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_other_arms_compute_what_the_cpu_computes(arm):
+    """Codes are the same (tests/kernels/test_gpu_arms.py); but for MS-EDEN and four over six, where sums in another order
+    may move single scales, only the order of the products' sums differs."""
+    results = []
+    for device in ("cuda", "cpu"):
+        linear = build(ARMS[arm], device)
+        x, dy = sample(N_IN, 1).to(device).requires_grad_(), sample(N_OUT, 2).to(device)
+        y = linear(x)
+        y.backward(dy)
+        results.append([t.detach().double().cpu() for t in (y, x.grad, linear.weight.grad)])
+    share = 0.002 if arm in ("ms_eden", "four_over_six") else 0.0
+    for got, expected in zip(*results, strict=True):
+        far = (got - expected).abs() > expected.abs() * 2**-7 + expected.abs().max() * 1e-5
+        assert far.double().mean() <= 16 * share
+        assert (got - expected).norm() <= (0.02 if share else 2**-8) * expected.norm()
 
 
 def test_compiled_without_graph_breaks_and_with_the_same_bits():
