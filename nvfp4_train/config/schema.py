@@ -271,7 +271,9 @@ class TrainingConfig:
     validate_bf16: bool = False  # also report the validation loss with all layers in BF16
     validate_tokens: float | None = None  # null: every held-out token
     compile: str = "auto"  # auto | on | off: torch.compile of each block
-    kernels: str = "auto"  # of the scan: auto | torch (the reference) | mamba_ssm (Triton, the extra `mamba`)
+    kernels: str = (
+        "auto"  # auto: Triton on GPUs | torch: the reference | mamba_ssm: an error without the extra `mamba`
+    )
     recompute: str = "none"  # in the backward pass: none | squared_relu | block | budget (model/recompute.py)
     recompute_budget: float = 0.5  # budget: share of the activations that torch.compile may keep
     sample_prompt: str = ""  # the text sample at the end continues this

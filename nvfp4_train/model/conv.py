@@ -24,6 +24,13 @@ def causal_conv1d(x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | Non
     return _CausalConv1d.apply(x, weight, bias, same)
 
 
+def conv_silu(
+    x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, sizes: tuple[int, int, int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SiLU of `causal_conv1d`, rounded once to x's dtype, in three parts of the channels."""
+    return F.silu(causal_conv1d(x, weight, bias, seq_idx)).to(x.dtype).split(sizes, dim=-1)
+
+
 class _CausalConv1d(torch.autograd.Function):
     """With the gradient written out: autograd's own makes several passes over zero-filled copies of every tap.
 
@@ -82,9 +89,13 @@ class CausalConv1d(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel, dtype=torch.float32, device=device))
         self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32, device=device))
+        self.conv_silu = conv_silu  # or another of its signature: kernels.choose_kernels
 
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        return causal_conv1d(x, self.weight, self.bias, seq_idx)
+    def parts(
+        self, x: Tensor, sizes: tuple[int, int, int], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """SiLU of the convolution of x [B, S, C], as parts of the channels; see `conv_silu`."""
+        return self.conv_silu(x, self.weight, self.bias, seq_idx, sizes)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One token x [B, C]; state [B, k - 1, C] holds the inputs before it and is moved on in place."""

@@ -1,39 +1,58 @@
-"""Which implementation of the scan a model runs, chosen once at the start and told in the log."""
+"""Which implementations of the scan and the convolution a model runs, chosen once at the start and told in the log."""
 
 from __future__ import annotations
 
 import importlib.metadata
 
 import torch
+from nvfp4_kernels.triton import ops
+from nvfp4_kernels.triton.conv import LARGEST_KERNEL
 
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.model import mamba_ssm_scan
+from nvfp4_train.model import conv, mamba_ssm_scan
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
+from nvfp4_train.model.triton_conv import conv_silu_triton
 
 
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device) -> str:
-    """Have `model` run the scan that `training.kernels` names, and return a line for the log.
+    """Have `model` run the kernels that `training.kernels` names, and return a line for the log.
 
-    "torch" is the reference, on every device. "auto" takes mamba-ssm's Triton kernels on a GPU where they are found, in
-    BF16. Raises ConfigError for "mamba_ssm" where they can't run.
+    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernel for the convolution and
+    mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but raises ConfigError without the scan's.
     """
-    missing = _missing(model, device) if kernels != "torch" else "training.kernels=torch"
-    if kernels == "mamba_ssm" and missing:
-        raise ConfigError(f"training.kernels=mamba_ssm, but {missing}: use training.kernels=auto or torch.")
-    scan = ssd_chunked if missing else mamba_ssm_scan.ssd_mamba_ssm
+    reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
+    no_scan, no_conv = reason or mamba_ssm_scan.load(), reason or _no_convolution(model)
+    if kernels == "mamba_ssm" and no_scan:
+        raise ConfigError(f"training.kernels=mamba_ssm, but {no_scan}: use training.kernels=auto or torch.")
     for module in model.modules():
         if isinstance(module, Mamba2):
-            module.scan = scan
-    if missing:
-        return f"scan in PyTorch ({missing})"
-    return f"scan by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton)"
+            module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
+            module.conv1d.conv_silu = conv.conv_silu if no_conv else conv_silu_triton
+    if reason:
+        return f"scan and convolution in PyTorch ({reason})"
+    scan = f"in PyTorch ({no_scan})"
+    if not no_scan:
+        scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton)"
+    convolution = f"in PyTorch ({no_conv})" if no_conv else "with SiLU by nvfp4_kernels (Triton)"
+    return f"scan {scan}; convolution {convolution}"
 
 
-def _missing(model: HybridModel, device: torch.device) -> str | None:
+def _unfit(model: HybridModel, device: torch.device) -> str | None:
+    """Why none of the kernels can run, or None."""
     if device.type != "cuda":
-        return f"mamba-ssm's kernels run on GPUs, not on a {device.type.upper()}"
+        return f"the kernels run on GPUs, not on a {device.type.upper()}"
     if model.compute_dtype != torch.bfloat16:
         return f"activations are {str(model.compute_dtype).removeprefix('torch.')}, not bfloat16"
-    return mamba_ssm_scan.load()
+    return None
+
+
+def _no_convolution(model: HybridModel) -> str | None:
+    """Why the convolution's kernels can't run, or None."""
+    found, report = ops.report()
+    if not found:
+        return report
+    if model.cfg.conv_kernel > LARGEST_KERNEL:
+        return f"model.conv_kernel={model.cfg.conv_kernel} is more than {LARGEST_KERNEL}"
+    return None

@@ -27,7 +27,8 @@ class Mamba2(nn.Module):
         self.groups, self.state = cfg.n_groups, cfg.ssm_state_size
         self.chunk_size = cfg.chunk_size
         self.inner = self.heads * self.head_dim
-        self.conv_channels = self.inner + 2 * self.groups * self.state
+        self.sizes = (self.inner, self.groups * self.state, self.groups * self.state)  # x, B, C
+        self.conv_channels = sum(self.sizes)
         self.in_proj = Linear(cfg.hidden_size, self.inner + self.conv_channels + self.heads, device=device)
         self.conv1d = CausalConv1d(self.conv_channels, cfg.conv_kernel, device)
         self.dt_bias = nn.Parameter(torch.empty(self.heads, dtype=torch.float32, device=device))
@@ -40,8 +41,7 @@ class Mamba2(nn.Module):
     def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] convolution and state restart at every document."""
         z, xBC, dt = self._project(x)
-        xBC = F.silu(self.conv1d(xBC, seq_idx)).to(z.dtype)
-        xs, B, C = self._split(xBC)
+        xs, B, C = self._heads(*self.conv1d.parts(xBC, self.sizes, seq_idx))
         y = self.scan(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
         return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
 
@@ -55,7 +55,7 @@ class Mamba2(nn.Module):
         z, xBC, dt = self._project(x)
         k = cache["conv"].shape[1]
         cache["conv"].copy_(F.pad(xBC, (0, 0, k, 0))[:, xBC.shape[1] :])
-        xs, B, C = self._split(F.silu(self.conv1d(xBC)).to(z.dtype))
+        xs, B, C = self._heads(*self.conv1d.parts(xBC, self.sizes))
         y, state = ssd_prefill(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size)
         cache["ssm"].copy_(state)
         return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
@@ -75,7 +75,7 @@ class Mamba2(nn.Module):
         """One token x [B, 1, hidden_size]; both states move on in place."""
         z, xBC, dt = self._project(x)
         xBC = F.silu(self.conv1d.step(xBC[:, 0], cache["conv"])).to(z.dtype)
-        xs, B, C = self._split(xBC)
+        xs, B, C = self._heads(*xBC.split(self.sizes, dim=-1))
         y, state = ssd_step(cache["ssm"], xs, dt[:, 0], -self.A_log.exp(), B, C, self.D)
         cache["ssm"].copy_(state)
         return self.out_proj(self.norm(y.flatten(1)[:, None], z, into=self.out_proj))
@@ -84,7 +84,6 @@ class Mamba2(nn.Module):
         z, xBC, dt = self.in_proj(x).split((self.inner, self.conv_channels, self.heads), dim=-1)
         return z, xBC, F.softplus(dt.to(accumulation_dtype(dt.dtype)) + self.dt_bias)
 
-    def _split(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x, B, C = xBC.split((self.inner, self.groups * self.state, self.groups * self.state), dim=-1)
+    def _heads(self, x: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = (self.groups, self.state)
         return x.unflatten(-1, (self.heads, self.head_dim)), B.unflatten(-1, shape), C.unflatten(-1, shape)

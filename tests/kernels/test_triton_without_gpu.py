@@ -98,6 +98,26 @@ def check_producers():
         for got, expected in zip(ops.squared_relu(value, signs), producers.squared_relu(value, signs)):
             same(got, expected, "squared ReLU")
 
+def check_conv():
+    # In fp32: the interpreter cuts off what a store to bf16 rounds. Chunks and blocks end within parts; x is strided.
+    from nvfp4_kernels.triton import conv
+    from nvfp4_train.model.conv import conv_silu
+
+    conv.WIDTH, conv.WARPS, conv.FORWARD, conv.BACKWARD = 16, 1, {"CHUNK": 8, "ROWS": 4}, {"CHUNK": 8, "ROWS": 4}
+    sizes, length = (20, 5, 7), 13
+    ids = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 3, 3, 3], [4] * 7 + [5] * 6])
+    for k, seq_idx in ((4, ids), (1, None)):
+        x = torch.randn(2, length, 48)[..., 8:40]
+        weight, bias, dy = torch.randn(32, 1, k), torch.randn(32), torch.randn(2, length, 32)
+        leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
+        y = torch.cat(conv_silu(*leaves, seq_idx, sizes), -1)
+        got = conv.forward(x, weight, bias, seq_idx, sizes)
+        grads = conv.backward(dy.split(sizes, -1), x, weight, bias, seq_idx)
+        wanted = torch.autograd.grad(y, leaves, dy.double())
+        # Each sum has at most 26 addends of size below 10, and sigmoid errs by a few ulp: 30 x 10 x 2^-24.
+        for result, want in zip((torch.cat(got, -1), *grads), (y, *wanted)):
+            torch.testing.assert_close(result.double(), want, rtol=0, atol=2e-5)
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -108,6 +128,7 @@ CASES = {
     "fp32": "check(x, None, True, 'codes')",
     "producers": "check_producers()",
     "blocks": "check_blocks(), check_native_fp8()",
+    "convolution": "check_conv()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -129,7 +150,7 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from nvfp4_kernels.native import fp8_kernels
-from nvfp4_kernels.triton import blockscaled_kernels, kernels, producers
+from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, kernels, producers
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -139,6 +160,7 @@ def build(kernel, num_warps=2, **types):
         target=GPUTarget("cuda", int(sys.argv[1]), 32), options={"num_warps": num_warps, "enable_fp_fusion": False},
     )
     assert compiled.asm["cubin"]
+    return compiled.asm["ptx"]
 
 class Type:
     def __init__(self, name):
@@ -184,6 +206,13 @@ build(
     ROTATE=False,
 )
 build(blockscaled_kernels.expand_kernel, codes=u8s, scales=u8s, out=bf16s, **size, E4M3=True, BLOCK=128, WIDTH=64)
+pointers = dict.fromkeys(("x", "dx", "out_a", "out_b", "out_c", "grad_a", "grad_b", "grad_c"), bf16s)
+pointers |= {"weight": floats, "bias": floats, "seq_idx": halves, "sums": floats, "batch_stride": i32, "row_stride": i32}
+parts = {"A": 4096, "B": 1024, "C": 1024, "K": 4, "MASKED": True, "WIDTH": conv.WIDTH}
+for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels.backward_kernel, conv.BACKWARD)):
+    types = {"length": i32, **pointers, **parts, **chunk}
+    ptx = build(kernel, **{name: types[name] for name in kernel.arg_names})
+    assert "cvt.rn.bf16" in ptx
 """
 
 
