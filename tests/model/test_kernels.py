@@ -84,7 +84,8 @@ def conv_results(function, leaves, seq_idx, sizes=(64, 32, 32)):
     """The parts, and the gradients of a sum that weighs every element of them otherwise."""
     parts = function(leaves[0][..., 64:-8], *leaves[1:], seq_idx, sizes)
     gen = torch.Generator().manual_seed(1)
-    loss = sum((p.float() * torch.randn(p.shape, generator=gen).to(p.device)).sum() for p in parts)
+    # Numbers of bf16: the gradients that bf16 parts receive are rounded to it.
+    loss = sum((p.float() * torch.randn(p.shape, generator=gen).bfloat16().to(p.device)).sum() for p in parts)
     return [*parts, *torch.autograd.grad(loss, leaves)]
 
 
