@@ -39,7 +39,7 @@ def start(words: list[str], run: pathlib.Path) -> subprocess.Popen:
         | {
             "PATH": f"{FAKE}:{os.environ['PATH']}",
             "PYTHON": sys.executable,
-            "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
             "OMP_NUM_THREADS": "1",
             "FAKE_LOG": str(run.parent / "scontrol.log"),
             "FAKE_GPUS": "1",
