@@ -58,7 +58,7 @@ KINDS = {
     OTHER: ("triton_poi", "triton_red", "triton_per"),
     "scan": ("chunk", "ssd", "_state", "bmm_"),
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
-    "convolution": ("conv",),
+    "convolution": ("conv", "forward_kernel", "backward_kernel"),  # ours are called so
     "quantize": ("quantize", "amax_", "hadamard", "operand", "expand", "nvfp4", "scale_product"),
     "GEMM": (
         "gemm",
