@@ -122,10 +122,8 @@ def floor(cfg: Config, ceilings: Ceilings) -> dict[str, float]:
         gemm += 6 * tokens * n_out * n_in / rates.get(name, ceilings.bf16)
         x, dy, weight = quantize_bytes(name)
         quantized += tokens * (n_in * x + n_out * dy) + n_out * n_in * weight
-    mixing = sum(
+    mixing = pattern.count("*") * (
         block_flops_per_token("*", model, cfg.training.seq_len) - 2 * linear_parameters("*", model)
-        for letter in pattern
-        if letter == "*"
     )
     work = {
         "GEMM": gemm,

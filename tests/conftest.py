@@ -19,7 +19,7 @@ from nvfp4_train.model.init import initialize_
 from nvfp4_train.precision import PrecisionRuntime, apply_recipe
 from nvfp4_train.training.inference import save_tokenizer
 from nvfp4_train.training.run_folder import config_yaml
-from tests.text import write_documents
+from tests.text import data_words
 from tests.tiny import TINY_MODEL
 
 # The same cases on every run, so that a change is judged by what it changed; HYPOTHESIS_PROFILE=explore draws new ones.
@@ -52,12 +52,7 @@ class TinyRun:
 def tiny_run(tmp_path_factory) -> TinyRun:
     """A hybrid of 5 blocks in NVFP4 on a little text, with a checkpoint at step 20. Not to be written to."""
     root = tmp_path_factory.mktemp("tiny")
-    overrides = [
-        f"data.source={write_documents(root / 'text')}",
-        f"data.cache_dir={root / 'cache'}",
-        "data.valid_fraction=0.2",
-    ]
-    cfg = compose_config([*TINY_MODEL, *_RUN, *overrides, f"run_dir={root / 'run'}"])
+    cfg = compose_config([*TINY_MODEL, *_RUN, *data_words(root), f"run_dir={root / 'run'}"])
     dataset = open_dataset(prepare(cfg.data, cfg.model.vocab_size, lambda line: None))
 
     model = HybridModel(cfg.model).requires_grad_(False)

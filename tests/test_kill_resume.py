@@ -13,7 +13,7 @@ import time
 import pytest
 
 from nvfp4_train.training.metrics import read_metrics
-from tests.text import write_documents
+from tests.text import data_words
 from tests.tiny import CHECKPOINT_EVERY, STEPS, TINY
 
 WALL_CLOCK = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait_fraction")
@@ -21,13 +21,7 @@ WALL_CLOCK = ("tokens_per_second", "tflops", "mfu", "memory_gib", "data_wait_fra
 
 @pytest.fixture(scope="module")
 def command(tmp_path_factory) -> list[str]:
-    root = tmp_path_factory.mktemp("text")
-    data = [
-        f"data.source={write_documents(root / 'text')}",
-        f"data.cache_dir={root / 'cache'}",
-        "data.valid_fraction=0.2",
-    ]
-    return [sys.executable, "-m", "nvfp4_train.pretrain", *TINY, *data]
+    return [sys.executable, "-m", "nvfp4_train.pretrain", *TINY, *data_words(tmp_path_factory.mktemp("text"))]
 
 
 @pytest.fixture(scope="module")

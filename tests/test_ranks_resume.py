@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from nvfp4_train.training.metrics import read_metrics
-from tests.text import write_documents
+from tests.text import data_words
 from tests.tiny import CHECKPOINT_EVERY, TINY
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,12 +23,7 @@ STEPS = 18
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory) -> list[str]:
-    root = tmp_path_factory.mktemp("text")
-    data = [
-        f"data.source={write_documents(root / 'text')}",
-        f"data.cache_dir={root / 'cache'}",
-        "data.valid_fraction=0.2",
-    ]
+    data = data_words(tmp_path_factory.mktemp("text"))
     return [*TINY, *data, "precision=fp32", "training.sample_tokens=0", f"training.max_steps={STEPS}"]
 
 

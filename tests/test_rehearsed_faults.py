@@ -17,7 +17,7 @@ from nvfp4_train.distributed import checkpoint
 from nvfp4_train.training.history import History
 from nvfp4_train.training.metrics import MetricsWriter, read_metrics
 from nvfp4_train.training.trainer import _BrokenOff
-from tests.text import write_documents
+from tests.text import data_words
 from tests.tiny import TINY
 
 WALL_CLOCK = ("tokens_per_second", "tflops", "memory_gib", "data_wait_fraction")
@@ -40,12 +40,7 @@ WRONG_RATE = "faults=[{kind:lr,step:35,steps:4,factor:1000}]"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> list[str]:
-    root = tmp_path_factory.mktemp("text")
-    return [
-        f"data.source={write_documents(root / 'text')}",
-        f"data.cache_dir={root / 'cache'}",
-        "data.valid_fraction=0.2",
-    ]
+    return data_words(tmp_path_factory.mktemp("text"))
 
 
 def train(run: pathlib.Path, *words: str) -> tuple[int, str]:

@@ -6,12 +6,18 @@ import random
 from pathlib import Path
 
 
-def write_documents(folder: Path, n: int = 16, seed: int = 0, suffix: str = ".py") -> Path:
+def write_documents(folder: Path, n: int = 16, seed: int = 0) -> Path:
     """Make `folder` with `n` documents of some 8 kB, all of them different; returns it."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(n):
-        (folder / f"document_{i:02}{suffix}").write_text(document(seed * 1000 + i))
+        (folder / f"document_{i:02}.py").write_text(document(seed * 1000 + i))
     return folder
+
+
+def data_words(root: Path) -> list[str]:
+    """A run's words for such documents, a fifth of them held out; everything lies in `root`."""
+    source = write_documents(root / "text")
+    return [f"data.source={source}", f"data.cache_dir={root / 'cache'}", "data.valid_fraction=0.2"]
 
 
 def document(seed: int) -> str:

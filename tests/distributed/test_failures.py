@@ -17,6 +17,7 @@ _RANKS = """
 import datetime, json, os, pathlib, signal, sys, traceback
 import torch, torch.distributed as dist
 from nvfp4_train.distributed import failures
+from tests.distributed.ranks import serve_stores
 
 def rank_of(rank, port, deed, folder):
     failures.record_collectives(folder)
@@ -46,17 +47,9 @@ def rank_of(rank, port, deed, folder):
         os._exit(getattr(error, "exit_code", 1))
     os._exit(0)
 
-def serve(deeds, to):
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in deeds]
-    os.write(to, json.dumps([store.port for store in stores]).encode())
-    signal.pause()
-
-# Stores have threads, and a fork while one of them resolves a name would leave the children a lock that nobody opens.
-deeds, (got, to) = sys.argv[2:], os.pipe()
-if (server := os.fork()) == 0:
-    serve(deeds, to)
-children = {}
-for deed, port in zip(deeds, json.loads(os.read(got, 1000)), strict=True):
+children, deeds = {}, sys.argv[2:]
+server, ports = serve_stores(len(deeds))
+for deed, port in zip(deeds, ports, strict=True):
     folder = pathlib.Path(sys.argv[1]) / deed
     folder.mkdir()
     children[deed] = []

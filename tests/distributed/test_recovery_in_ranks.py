@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed import recover_in_ranks
 from tests.distributed.ranks import run_ranks
-from tests.text import write_documents
+from tests.text import data_words
 from tests.tiny import TINY
 
 WORDS = [
@@ -41,12 +41,9 @@ def alone(tmp_path_factory) -> list[dict]:
 
 def in_ranks(n: int, folder: pathlib.Path) -> list[list[dict]]:
     """What each of `n` ranks saw and decided."""
-    data = [
-        f"data.source={write_documents(folder / 'text')}",
-        f"data.cache_dir={folder / 'cache'}",
-        "data.valid_fraction=0.2",
-    ]
-    run_ranks(n, recover_in_ranks.__file__, str(folder), *WORDS, *data, f"run_dir={folder / 'run'}")
+    run_ranks(
+        n, recover_in_ranks.__file__, str(folder), *WORDS, *data_words(folder), f"run_dir={folder / 'run'}"
+    )
     found = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(n)]
     assert [each["code"] for each in found] == [76] * n
     assert (folder / "run" / "recovery_report.md").exists()

@@ -20,6 +20,7 @@ from nvfp4_train.distributed import checkpoint, storage
 from nvfp4_train.distributed.agreement import control_group
 from nvfp4_train.distributed.saving import Saver, save
 from nvfp4_train.errors import SaveError
+from tests.distributed.ranks import serve_stores
 
 folder = sys.argv[1]
 WHOLE = {"rows": torch.arange(15.0).view(5, 3), "columns": torch.arange(14.0).view(2, 7).bfloat16(), "n": torch.tensor(3)}
@@ -34,12 +35,11 @@ def same(state, whole):
     return all(torch.equal(full(t), whole[n]) for n, t in state["model"].items())
 
 def in_ranks(function):
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pids = []
+    (server, (port,)), pids = serve_stores(1), []
     for rank in range(2):
         if (pid := os.fork()) == 0:
             try:
-                client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+                client = dist.TCPStore("127.0.0.1", port, is_master=False)
                 dist.init_process_group("gloo", store=client, rank=rank, world_size=2)
                 mesh = init_device_mesh("cpu", (2,))
                 os._exit(function(rank, mesh, control_group()))
@@ -47,7 +47,9 @@ def in_ranks(function):
                 traceback.print_exc()
                 os._exit(9)
         pids.append(pid)
-    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    os.kill(server, signal.SIGKILL)
+    return codes
 
 def write(step, layout, harm=None):
     def rank_of(rank, mesh, group):

@@ -128,16 +128,14 @@ def _takes_kernel(x: torch.Tensor, backend: str) -> bool:
 
 
 def _empty(x: torch.Tensor, rows: int, cols: int, square: bool = False) -> Fp8Tensor:
-    codes = torch.empty(rows, -(-cols // BLOCK) * BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
-    return Fp8Tensor(codes, empty_scales(rows, cols, square, x.device), square)
-
-
-def empty_scales(rows: int, cols: int, square: bool, device: torch.device) -> torch.Tensor:
-    """Room for the scales of a matrix [rows, cols]; the padding is zero."""
+    """Room for a matrix [rows, cols]; the scales' padding is zero."""
     blocks = -(-cols // BLOCK)
+    codes = torch.empty(rows, blocks * BLOCK, dtype=torch.float8_e4m3fn, device=x.device)
     if square:
-        return torch.zeros(-(-rows // BLOCK), -(-blocks // 4) * 4, device=device).t()
-    return torch.empty(blocks, rows, device=device).t()
+        scales = torch.zeros(-(-rows // BLOCK), -(-blocks // 4) * 4, device=x.device)
+    else:
+        scales = torch.empty(blocks, rows, device=x.device)
+    return Fp8Tensor(codes, scales.t(), square)
 
 
 def _run(x: torch.Tensor, rows: Fp8Tensor | None, columns: Fp8Tensor | None, square: bool) -> None:
