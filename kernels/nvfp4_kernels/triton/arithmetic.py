@@ -6,7 +6,8 @@ exact product. The tricks, all exact:
 - 1.5 x 2^22 x P added to a value of binade P (P = 1, 2, 4) leaves a unit of P/2, the E2M1 step: the addition rounds.
 - 2^-126 x q has the E2M1 code of q below its exponent's top, bits 8..6 in bf16, since the subnormals of E2M1 and of
   bf16 then coincide; 2^-120 x s likewise has an E4M3 code in bits 26..20 in fp32.
-- A product with 0.0 added to it has no -0.0, whose code is 0, and keeps the sign of a small negative, whose code is 8.
+- y + 0.0 clears the sign of -0.0, whose code is 0, and keeps that of a small negative, whose code is 8. It is an addition of
+  its own: fused into y's product it would keep the sign of a product that underflows.
 - The reciprocal is what `rcp.rn` computes, without its tests for operands that do not occur here.
 
 Triton's interpreter has no inline assembly: there the same results come from plain operations.
@@ -116,14 +117,14 @@ def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr)
 
     `magnitudes_of` does the rest: it cuts at 6, and rounds a stochastic magnitude down to the grid.
     """
-    y = tl.fma(x, encode, 0.0)
+    y = x * encode
     a = tl.abs(y)
     p = binade(a)
     if STOCHASTIC:
         q = tl.fma(random_fraction(word, BYTE), p, a)
     else:
         q = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
-    return q, y
+    return q, y + 0.0
 
 
 @triton.jit
