@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 OLDEST = (2, 3)  # of those before, the backward pass was wrong for several groups, or not deterministic
-_kernels: Any = None  # mamba_ssm.ops.triton.ssd_combined, once `load` has found it
+_kernels: Any = None  # the module mamba_ssm_kernels, once `load` has found the package
 
 
 def load() -> str | None:
@@ -35,13 +35,13 @@ def load() -> str | None:
     if added:
         sys.modules[stub] = types.ModuleType(stub)
     try:
-        from mamba_ssm.ops.triton import ssd_combined
+        from nvfp4_train.model import mamba_ssm_kernels
     except Exception as error:  # whatever its many dependencies raise
         return f"mamba-ssm {version} can't be imported ({' '.join(str(error).split())})"
     finally:
         if added:
             sys.modules.pop(stub, None)
-    _kernels = ssd_combined
+    _kernels = mamba_ssm_kernels
     return None
 
 
@@ -57,19 +57,26 @@ def ssd_mamba_ssm(
 ) -> Tensor:
     """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype."""
     seq_idx = None if seq_idx is None else seq_idx.to(torch.int32)
-    return torch.ops.nvfp4_train.ssd_mamba_ssm(x, dt, A, B, C, D, chunk_size, seq_idx)
+    return torch.ops.nvfp4_train.ssd_mamba_ssm(x, dt, A, B, C, D, chunk_size, seq_idx)[0]
 
 
 @torch.library.custom_op("nvfp4_train::ssd_mamba_ssm", mutates_args=())
 def _forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int, seq_idx: Tensor | None
-) -> Tensor:
-    return _kernels._mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D=D, seq_idx=seq_idx)[0]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _kernels.forward(x, dt, A, B, C, D, chunk_size, seq_idx)
 
 
 @_forward.register_fake
 def _(x, dt, A, B, C, D, chunk_size, seq_idx):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    (batch, length, heads, head_dim), chunks = x.shape, -(-x.shape[1] // chunk_size)
+    sums = (batch, heads, chunks, chunk_size)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        dt.new_empty(sums),
+        dt.new_empty(sums),
+        C.new_empty(batch, chunks, heads, head_dim, C.shape[-1]),
+    )
 
 
 @torch.library.custom_op("nvfp4_train::ssd_mamba_ssm_backward", mutates_args=())
@@ -81,30 +88,33 @@ def _backward(
     B: Tensor,
     C: Tensor,
     D: Tensor,
-    y: Tensor,
+    kept: list[Tensor],
     chunk_size: int,
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = _kernels._mamba_chunk_scan_combined_bwd(
-        dy.contiguous(), x, dt, A, B, C, y, chunk_size, D=D, seq_idx=seq_idx
-    )
+    grads = _kernels.backward(dy.contiguous(), x, dt, A, B, C, D, *kept, chunk_size, seq_idx)
     inputs = (x, dt, A, B, C, D)
-    return tuple(grad.to(t.dtype).contiguous() for grad, t in zip(grads, inputs, strict=False))
+    return tuple(grad.to(t.dtype).contiguous() for grad, t in zip(grads, inputs, strict=True))
 
 
 @_backward.register_fake
-def _(dy, x, dt, A, B, C, D, y, chunk_size, seq_idx):
+def _(dy, x, dt, A, B, C, D, kept, chunk_size, seq_idx):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, A, B, C, D))
 
 
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.chunk_size, seq_idx = inputs
-    ctx.save_for_backward(*tensors, output, seq_idx)
+    ctx.save_for_backward(*tensors, seq_idx, *output[1:])
+    ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, dy):
-    *tensors, seq_idx = ctx.saved_tensors
-    grads = torch.ops.nvfp4_train.ssd_mamba_ssm_backward(dy, *tensors, ctx.chunk_size, seq_idx)
+def _gradients(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 8
+    *tensors, seq_idx, dt_chunks, decay, states = ctx.saved_tensors
+    grads = torch.ops.nvfp4_train.ssd_mamba_ssm_backward(
+        dy, *tensors, [dt_chunks, decay, states], ctx.chunk_size, seq_idx
+    )
     return (*grads, None, None)
 
 

@@ -36,30 +36,31 @@ def documents(device="cpu", length=40):
     return (torch.arange(length, device=device) // 13)[None].expand(2, -1).contiguous()
 
 
-class Stub(types.ModuleType):
-    """Has the package's two functions, computed by the reference."""
+class Stub:
+    """Has the kernels' two functions, computed by the reference."""
 
     @staticmethod
-    def _mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D=None, seq_idx=None):
-        return ssd_chunked(x, dt, A, B, C, D, chunk_size, seq_idx), "out_x", "dt_out"
+    def forward(x, dt, A, B, C, D, chunk_size, seq_idx):
+        chunks = -(-x.shape[1] // chunk_size)
+        kept = dt.new_empty(x.shape[0], x.shape[2], chunks, chunk_size)
+        states = C.new_empty(x.shape[0], chunks, *x.shape[2:], C.shape[-1])
+        return ssd_chunked(x, dt, A, B, C, D, chunk_size, seq_idx), kept, kept.clone(), states
 
     @staticmethod
-    def _mamba_chunk_scan_combined_bwd(dout, x, dt, A, B, C, out, chunk_size, D=None, seq_idx=None):
+    def backward(dy, x, dt, A, B, C, D, dt_chunks, decay, states, chunk_size, seq_idx):
         leaves = [t.detach().requires_grad_() for t in (x, dt, A, B, C, D)]
 
         def gradients():
-            y = ssd_chunked(*leaves, chunk_size, seq_idx)
-            assert torch.equal(y, out)
-            return torch.autograd.grad(y, leaves, dout)
+            return torch.autograd.grad(ssd_chunked(*leaves, chunk_size, seq_idx), leaves, dy)
 
         with ThreadPoolExecutor(1) as pool:  # inside an operator this thread has no autograd
-            return (*pool.submit(gradients).result(), None, None, None)
+            return pool.submit(gradients).result()
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_operator_passes_everything_through(monkeypatch, compiled, masked):
-    monkeypatch.setattr(mamba_ssm_scan, "_kernels", Stub("ssd_combined"))
+    monkeypatch.setattr(mamba_ssm_scan, "_kernels", Stub)
     seq_idx = documents() if masked else None
     scan = torch.compile(ssd_mamba_ssm, backend="aot_eager", fullgraph=True) if compiled else ssd_mamba_ssm
     results = []
@@ -119,6 +120,21 @@ def test_the_convolutions_operator_passes_everything_through(monkeypatch, compil
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+# What is taken from each module of the package.
+FUNCTIONS = {
+    "ssd_bmm": ("_bmm_chunk_bwd", "_bmm_chunk_fwd"),
+    "ssd_chunk_scan": (
+        "_chunk_scan_bwd_dC",
+        "_chunk_scan_bwd_dcb",
+        "_chunk_scan_bwd_ddAcs_stable",
+        "_chunk_scan_bwd_dstates",
+    ),
+    "ssd_chunk_state": ("_chunk_cumsum_bwd", "_chunk_state_bwd_db"),
+    "ssd_combined": ("_chunk_scan_chunk_state_bwd_dx", "_mamba_chunk_scan_combined_fwd"),
+    "ssd_state_passing": ("_state_passing_bwd",),
+}
+
+
 def test_why_the_package_is_not_used(monkeypatch, tmp_path):
     monkeypatch.setattr(mamba_ssm_scan, "_kernels", None)
     if importlib.util.find_spec("mamba_ssm") is None:
@@ -133,15 +149,18 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
     try:
         assert mamba_ssm_scan.load() == "mamba-ssm 2.2.6 is older than 2.3"
         version = "2.3.2.post1"
-        assert "can't be imported (cannot import name 'ssd_combined'" in mamba_ssm_scan.load()
-        (package / "ops" / "triton" / "ssd_combined.py").write_text("")
+        assert "can't be imported (No module named 'mamba_ssm.ops.triton.ssd_bmm'" in mamba_ssm_scan.load()
+        for name, functions in FUNCTIONS.items():
+            text = "".join(f"def {function}(): ...\n" for function in functions)
+            (package / "ops" / "triton" / f"{name}.py").write_text(text)
         importlib.invalidate_caches()
         assert mamba_ssm_scan.load() is None
-        assert mamba_ssm_scan._kernels.__name__ == "mamba_ssm.ops.triton.ssd_combined"
+        assert mamba_ssm_scan._kernels.__name__ == "nvfp4_train.model.mamba_ssm_kernels"
         assert "selective_scan_cuda" not in sys.modules
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
             del sys.modules[name]
+        sys.modules.pop("nvfp4_train.model.mamba_ssm_kernels", None)
 
 
 def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):

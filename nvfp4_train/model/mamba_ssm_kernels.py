@@ -1,0 +1,84 @@
+"""mamba-ssm's Triton kernels put together as its own scan does, but that backward takes the states that forward kept.
+
+The package computes the states of all chunks again, a sixth of its backward pass. Kept in bf16, as the forward pass multiplies
+with them anyway, they are B x chunks x heads x head_dim x state numbers a block, and what is rounded by it in backward is
+one sum over head_dim x state products a chunk. Imports mamba-ssm: only `mamba_ssm_scan.load` imports this.
+"""
+
+from __future__ import annotations
+
+import torch
+from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
+from mamba_ssm.ops.triton.ssd_chunk_scan import (
+    _chunk_scan_bwd_dC,
+    _chunk_scan_bwd_dcb,
+    _chunk_scan_bwd_ddAcs_stable,
+    _chunk_scan_bwd_dstates,
+)
+from mamba_ssm.ops.triton.ssd_chunk_state import (
+    _chunk_cumsum_bwd,
+    _chunk_state_bwd_db,
+)
+from mamba_ssm.ops.triton.ssd_combined import _chunk_scan_chunk_state_bwd_dx, _mamba_chunk_scan_combined_fwd
+from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd
+from torch import Tensor
+
+Kept = tuple[Tensor, Tensor, Tensor]
+
+
+def forward(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+) -> tuple[Tensor, *Kept]:
+    """`ssd.ssd_chunked`'s y in x's dtype, and for `backward`: dt and the sums of dt A, both fp32 [B, heads, chunks,
+    chunk_size], and the states that chunks begin with, C's dtype [B, chunks, heads, head_dim, state]."""
+    y, _, dt_chunks, decay, states, _ = _mamba_chunk_scan_combined_fwd(
+        x, dt, A, B, C, chunk_size, D=D, seq_idx=seq_idx
+    )
+    return y, dt_chunks, decay, states
+
+
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    dt_chunks: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dt, A, B, C and D."""
+    groups = B.shape[2]
+    dstates = _chunk_scan_bwd_dstates(C, decay, dy, seq_idx=seq_idx, dtype=torch.float32)
+    dstates, ddecay_last, _, _ = _state_passing_bwd(
+        states.flatten(-2), decay[..., -1], dstates.flatten(-2), seq_idx=seq_idx, has_initial_states=False,
+        dstates_dtype=x.dtype, states_dtype=states.dtype, chunk_size=chunk_size,
+    )  # fmt: skip
+    dstates = dstates.view(states.shape)
+    scores = _bmm_chunk_fwd(C, B, chunk_size, seq_idx=seq_idx, output_dtype=torch.float32)
+    dx, ddt, dD = _chunk_scan_chunk_state_bwd_dx(
+        x, dt_chunks, decay, B, scores, dy, dstates, D=D, seq_idx=seq_idx
+    )
+    dB, ddecay_next = _chunk_state_bwd_db(x, dt_chunks, decay, dstates, seq_idx=seq_idx, B=B, ngroups=groups)
+    dC, ddecay = _chunk_scan_bwd_dC(states, decay, dy, seq_idx=seq_idx, C=C, ngroups=groups)
+    dscores = _chunk_scan_bwd_dcb(x, dt_chunks, decay, dy, seq_idx=seq_idx, ngroups=groups)
+    dB = _bmm_chunk_bwd(C, dscores, residual=dB, out=torch.empty_like(B))
+    dC = _bmm_chunk_bwd(B, dscores.transpose(-1, -2), residual=dC, out=torch.empty_like(C))
+    # A chunk's last sum decays its whole state. Sums over the tokens after each: of a sum's gradient every earlier dt A has one.
+    ddecay[..., -1] += ddecay_last
+    ddecay = ddecay.flip(-1).cumsum(-1).flip(-1)
+    ddecay += _chunk_scan_bwd_ddAcs_stable(x, dt_chunks, decay, dy, scores)
+    ddecay += ddecay_next
+    ddt, dA, _ = _chunk_cumsum_bwd(ddecay, ddt, dt, A, ddt=torch.empty_like(dt))
+    return dx, ddt, dA, dB, dC, dD
