@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from nvfp4_kernels import reference
-from nvfp4_kernels.format import BLOCK, E2M1_VALUES, E4M3_MAX, FLT_MAX, QuantizedTensor, pack
+from nvfp4_kernels.format import BLOCK, E2M1_VALUES, E4M3_MAX, FLT_MAX, TENSOR_RANGE, QuantizedTensor, pack
 
 RANGE = 6.0 * 256  # amax / RANGE is the tensor scale
 
@@ -24,8 +24,8 @@ def quantize_four_over_six(
 ) -> QuantizedTensor:
     """x [rows, cols], bf16 or fp32, to NVFP4 in 1x16 or 16x16 blocks; rows (16x16) and cols multiples of 16.
 
-    amax: fp32 scalar, of x. The result's is fp32(amax x 2688 / 1536), with which amax / 2688 is the tensor scale that
-    belongs to the codes. Plain PyTorch on any device.
+    amax: fp32 scalar, of x. The result's is fp32(amax x 1.75), 1.75 = 2688 / 1536, with which amax / 2688 is the tensor scale
+    that belongs to the codes. Plain PyTorch, the same bits on every device: sums in a fixed order, no division by a number.
     """
     x = x.float()
     one = torch.ones_like(amax)
@@ -51,7 +51,7 @@ def quantize_four_over_six(
         to_four = error < best[2]
         scales = torch.where(to_four, scales.float(), best[1].float()).to(torch.float8_e4m3fn)
         codes = torch.where(to_four.repeat_interleave(BLOCK, 1), codes, best[0])
-    q = QuantizedTensor(pack(codes), scales, amax * 2688.0 / RANGE, block)
+    q = QuantizedTensor(pack(codes), scales, amax * (TENSOR_RANGE / RANGE), block)
     return q if output == "codes" else QuantizedTensor(None, None, q.amax, block, q.operand())
 
 

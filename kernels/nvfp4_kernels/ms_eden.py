@@ -11,10 +11,13 @@ One operand, along the GEMM's inner dimension, in groups of `size` (`rotation_si
     S      = (255.99 x limit) / amax, limit = 6 / (17/16 x 0.93): 448 leaves no room for the factor
     scale  = E4M3(amax_block / limit x S), 1 where that is 0
     y      = x / (scale / S);  q = E2M1(y), to nearest, at most 6
-    factor = sum y y / sum y q over the group (fp64 sums, then fp32), 1 where sum y q = 0
+    factor = sum y y / sum y q over the group (fp64 sums of halves, then fp32), 1 where sum y q = 0
     scale' = E4M3 neighbours of scale x factor, up with the probability that makes the mean right, in 1/256
 
 The scale override 17/16 x 0.93 lets a little of each block be clipped, which costs less than a finer grid gains.
+
+The same bits on every device: products and sums in a fixed order, each rounded once; division always by a tensor, since GPUs
+divide by a number as a product with its reciprocal, which rounds twice.
 """
 
 from __future__ import annotations
@@ -55,20 +58,30 @@ def quantize_ms_eden(x: torch.Tensor, signs: torch.Tensor, key: CounterKey) -> Q
     x = hadamard(x, signs).float()
     rows, cols = x.shape
     amax = reference.tensor_amax(x)
-    tensor_scale = torch.where(amax == 0, torch.ones_like(amax), amax / (SCALE_LIMIT * LIMIT))
+    tensor_scale = torch.where(
+        amax == 0, torch.ones_like(amax), amax / torch.full_like(amax, SCALE_LIMIT * LIMIT)
+    )
     blocks = x.unflatten(-1, (-1, BLOCK))
-    ideal = blocks.abs().amax(-1) / LIMIT / tensor_scale
+    ideal = blocks.abs().amax(-1) / torch.full_like(amax, LIMIT) / tensor_scale
     scales = ideal.to(torch.float8_e4m3fn).float()
     scales = torch.where(scales == 0, torch.ones_like(scales), scales)
     y = (blocks / (scales * tensor_scale).unsqueeze(-1)).flatten(-2)
     codes = reference.round_nearest(y)
     q = torch.tensor(E2M1_VALUES, dtype=torch.float64, device=x.device)[codes.int()]
     groups = y.double().unflatten(-1, (-1, len(signs)))
-    along = (groups * q.unflatten(-1, (-1, len(signs)))).sum(-1)
-    factor = torch.where(along == 0, 1.0, groups.square().sum(-1) / along).float()
+    along = sum_of_halves(groups * q.unflatten(-1, (-1, len(signs))))
+    factor = torch.where(along == 0, 1.0, sum_of_halves(groups * groups) / along).float()
     wanted = scales * factor.repeat_interleave(len(signs) // BLOCK, -1)
     draws = block_bytes(key, rows, cols, x.device)[:, ::BLOCK]
     return QuantizedTensor(pack(codes), round_scale(wanted, draws), tensor_scale * TENSOR_RANGE, (1, BLOCK))
+
+
+def sum_of_halves(v: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, a power of two: first half plus second half, until one is left. `sum` has no such order."""
+    while v.shape[-1] > 1:
+        first, second = v.chunk(2, -1)
+        v = first + second
+    return v.squeeze(-1)
 
 
 def round_scale(wanted: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -151,43 +151,28 @@ def test_native_fp8_products_stay_within_the_bound_of_14_bit_sums(m, n, k, squar
     )
 
 
+def same_quantized(got, expected):
+    for field in ("codes", "scales", "amax"):
+        same_bits(getattr(got, field), getattr(expected, field))
+
+
 @pytest.mark.parametrize("block", [(1, 16), (16, 16)])
 def test_four_over_six_is_the_same_on_the_device(block):
-    """Sums of errors may come in another order: blocks whose two errors are equal to rounding may differ, no others."""
-
     def check(x):
         value = x.abs().amax().float()
         expected = quantize_four_over_six(x, block, value)
-        got = quantize_four_over_six(x.to(DEVICE), block, value.to(DEVICE))
-        wrong = (got.scales.view(torch.uint8).cpu() != expected.scales.view(torch.uint8)).repeat_interleave(
-            16, 1
-        )
-        if not wrong.any():
-            same_bits(got.codes, expected.codes)
-            return
-        errors = [(q.dequantize(torch.float64).cpu() - x.double()).abs() for q in (got, expected)]
-        sums = [e.unflatten(1, (-1, 16)).sum(2) for e in errors]
-        if block[0] == 16:
-            sums = [s.unflatten(0, (-1, 16)).sum(1) for s in sums]
-        torch.testing.assert_close(sums[0], sums[1], rtol=1e-4, atol=0)
+        same_quantized(quantize_four_over_six(x.to(DEVICE), block, value.to(DEVICE)), expected)
 
     drawn(check)
 
 
 def test_ms_eden_is_the_same_on_the_device():
-    """Its sums may come in another order: a scale at a threshold of its rounding may go to the other neighbour, no more."""
-
     def check(x, step):
         x, key = x.bfloat16(), CounterKey(7, step, 1, 3)
         size = rotation_size(x.shape[1])
         expected = quantize_ms_eden(x, rotation_signs(key, size, x.device), key)
         there = x.to(DEVICE)
-        got = quantize_ms_eden(there, rotation_signs(key, size, there.device), key)
-        same_bits(got.codes, expected.codes)
-        same_bits(got.amax, expected.amax)
-        codes = [q.scales.view(torch.uint8).cpu().int() for q in (got, expected)]
-        assert (codes[0] - codes[1]).abs().max() <= 1
-        assert (codes[0] != codes[1]).float().mean() <= 0.001 + 1 / codes[0].numel()
+        same_quantized(quantize_ms_eden(there, rotation_signs(key, size, there.device), key), expected)
 
     drawn(check, st.integers(0, 2**32 - 1))
 
