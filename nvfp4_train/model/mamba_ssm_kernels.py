@@ -1,8 +1,8 @@
 """mamba-ssm's Triton kernels put together as its own scan does, but that backward takes the states that forward kept.
 
-The package computes the states of all chunks again, a sixth of its backward pass. Kept in bf16, as the forward pass multiplies
-with them anyway, they are B x chunks x heads x head_dim x state numbers a block, and what is rounded by it in backward is
-one sum over head_dim x state products a chunk. Imports mamba-ssm: only `mamba_ssm_scan.load` imports this.
+The package computes the states of all chunks again, a sixth of its backward pass. Kept in bf16, as the forward pass has
+them, they are B x chunks x heads x head_dim x state numbers a block; in backward that rounds the terms of one sum over
+head_dim x state products a chunk. Imports mamba-ssm: only `mamba_ssm_scan.load` imports this.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def backward(
     dscores = _chunk_scan_bwd_dcb(x, dt_chunks, decay, dy, seq_idx=seq_idx, ngroups=groups)
     dB = _bmm_chunk_bwd(C, dscores, residual=dB, out=torch.empty_like(B))
     dC = _bmm_chunk_bwd(B, dscores.transpose(-1, -2), residual=dC, out=torch.empty_like(C))
-    # A chunk's last sum decays its whole state. Sums over the tokens after each: of a sum's gradient every earlier dt A has one.
+    # The last sum of a chunk decays its whole state. Each sum has all dt A up to its token: their gradients sum from behind.
     ddecay[..., -1] += ddecay_last
     ddecay = ddecay.flip(-1).cumsum(-1).flip(-1)
     ddecay += _chunk_scan_bwd_ddAcs_stable(x, dt_chunks, decay, dy, scores)

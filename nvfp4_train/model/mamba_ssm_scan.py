@@ -69,7 +69,8 @@ def _forward(
 
 @_forward.register_fake
 def _(x, dt, A, B, C, D, chunk_size, seq_idx):
-    (batch, length, heads, head_dim), chunks = x.shape, -(-x.shape[1] // chunk_size)
+    batch, length, heads, head_dim = x.shape
+    chunks = -(-length // chunk_size)
     sums = (batch, heads, chunks, chunk_size)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
