@@ -24,8 +24,9 @@ def quantize_four_over_six(
 ) -> QuantizedTensor:
     """x [rows, cols], bf16 or fp32, to NVFP4 in 1x16 or 16x16 blocks; rows (16x16) and cols multiples of 16.
 
-    amax: fp32 scalar, of x. The result's is fp32(amax x 1.75), 1.75 = 2688 / 1536, with which amax / 2688 is the tensor scale
-    that belongs to the codes. Plain PyTorch, the same bits on every device: sums in a fixed order, no division by a number.
+    amax: fp32 scalar, of x. The result's is fp32(amax x 1.75), 1.75 = 2688 / 1536, with which amax / 2688 is the tensor
+    scale that belongs to the codes. Plain PyTorch, the same bits on every device: sums in a
+    fixed order, no division by a number.
     """
     x = x.float()
     one = torch.ones_like(amax)

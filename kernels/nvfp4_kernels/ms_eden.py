@@ -77,7 +77,7 @@ def quantize_ms_eden(x: torch.Tensor, signs: torch.Tensor, key: CounterKey) -> Q
 
 
 def sum_of_halves(v: torch.Tensor) -> torch.Tensor:
-    """Sum over the last dimension, a power of two: first half plus second half, until one is left. `sum` has no such order."""
+    """Sum over the last dimension, a power of two: the halves added until one is left. `sum` has no such order."""
     while v.shape[-1] > 1:
         first, second = v.chunk(2, -1)
         v = first + second
