@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model.attention import Attention, pad_cache
-from nvfp4_train.model.loss import head_loss
+from nvfp4_train.model.loss import head_loss, slice_loss
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.mlp import MLP
 from nvfp4_train.model.norm import RMSNorm, accumulation_dtype
@@ -45,6 +45,7 @@ class Head(nn.Module):
     def __init__(self, cfg: ModelConfig, device: torch.device | str | None = None):
         super().__init__()
         self.weight = nn.Parameter(_empty(cfg, device))
+        self.slice_loss = slice_loss  # or another of its signature: kernels.choose_kernels
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden_size] -> logits [..., vocab_size], fp32 (fp64 for fp64), multiplied in hidden's dtype."""
@@ -53,7 +54,7 @@ class Head(nn.Module):
 
     def loss(self, hidden: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
         """The summed negative log likelihood of targets [T] after hidden [T, hidden_size]; see `loss.head_loss`."""
-        return head_loss(hidden, self.weight, targets, mask)
+        return head_loss(hidden, self.weight, targets, mask, self.slice_loss)
 
 
 class HybridModel(nn.Module):

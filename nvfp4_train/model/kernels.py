@@ -1,4 +1,4 @@
-"""Which implementations of the scan and the convolution a model runs, chosen once at the start and told in the log."""
+"""Which implementations of scan, convolution and cross entropy a model runs, chosen once at the start and logged."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from nvfp4_kernels.triton.conv import LARGEST_KERNEL
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model import conv, mamba_ssm_scan
 from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.loss import slice_loss, slice_loss_triton
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import conv_silu_triton
@@ -19,8 +20,9 @@ from nvfp4_train.model.triton_conv import conv_silu_triton
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device) -> str:
     """Have `model` run the kernels that `training.kernels` names, and return a line for the log.
 
-    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernel for the convolution and
-    mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but raises ConfigError without the scan's.
+    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the convolution and
+    the cross entropy, and mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but raises ConfigError
+    without the scan's.
     """
     reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
     no_scan, no_conv = reason or mamba_ssm_scan.load(), reason or _no_convolution(model)
@@ -30,13 +32,16 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device) -> st
         if isinstance(module, Mamba2):
             module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
             module.conv1d.conv_silu = conv.conv_silu if no_conv else conv_silu_triton
+    no_loss = reason or _no_triton()
+    model.lm_head.slice_loss = slice_loss if no_loss else slice_loss_triton
     if reason:
-        return f"scan and convolution in PyTorch ({reason})"
+        return f"scan, convolution and cross entropy in PyTorch ({reason})"
     scan = f"in PyTorch ({no_scan})"
     if not no_scan:
         scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton)"
     convolution = f"in PyTorch ({no_conv})" if no_conv else "with SiLU by nvfp4_kernels (Triton)"
-    return f"scan {scan}; convolution {convolution}"
+    loss = f"in PyTorch ({no_loss})" if no_loss else "by nvfp4_kernels (Triton)"
+    return f"scan {scan}; convolution {convolution}; cross entropy {loss}"
 
 
 def _unfit(model: HybridModel, device: torch.device) -> str | None:
@@ -48,11 +53,16 @@ def _unfit(model: HybridModel, device: torch.device) -> str | None:
     return None
 
 
+def _no_triton() -> str | None:
+    """Why our Triton kernels can't run, or None."""
+    found, report = ops.report()
+    return None if found else report
+
+
 def _no_convolution(model: HybridModel) -> str | None:
     """Why the convolution's kernels can't run, or None."""
-    found, report = ops.report()
-    if not found:
-        return report
+    if missing := _no_triton():
+        return missing
     if model.cfg.conv_kernel > LARGEST_KERNEL:
         return f"model.conv_kernel={model.cfg.conv_kernel} is more than {LARGEST_KERNEL}"
     return None

@@ -163,9 +163,12 @@ def _operand_bytes(layer: LinearLayer, plan: LinearPlan, cfg: Config) -> int:
 
 
 def _head(cfg: Config, device_type: str) -> int:
-    """loss.head_loss: logits in the compute dtype and fp32, their gradients in both, for one slice of tokens; the
-    gradients of hidden states (compute dtype) and head (fp32), and the head in the compute dtype."""
+    """loss.head_loss: logits in the compute dtype and fp32, their gradients in both, for one slice of tokens (the Triton
+    kernel: logits in bf16 alone); the gradients of hidden states (compute dtype) and head (fp32), and the head in the
+    compute dtype."""
     vocab, hidden, size = cfg.model.vocab_size, cfg.model.hidden_size, compute_dtype(cfg).itemsize
+    in_place = device_type == "cuda" and size == 2 and cfg.training.kernels != "torch"
     tokens = cfg.training.micro_batch_size * cfg.training.seq_len
     rows = min(tokens, max(1, SLICE_ELEMENTS[device_type] // vocab))
-    return rows * vocab * 2 * (4 + size) + tokens * hidden * size + vocab * hidden * (4 + size)
+    logits = size if in_place else 2 * (4 + size)
+    return rows * vocab * logits + tokens * hidden * size + vocab * hidden * (4 + size)

@@ -118,6 +118,18 @@ def check_conv():
         for result, want in zip((torch.cat(got, -1), *grads), (y, *wanted)):
             torch.testing.assert_close(result.double(), want, rtol=0, atol=2e-5)
 
+def check_cross_entropy():
+    from nvfp4_kernels.triton import cross_entropy
+    from tests.kernels.test_cross_entropy import check, check_non_finite
+
+    cross_entropy.WARPS = 1
+    for rows, vocabulary, dtype in ((3, 1, torch.float32), (2, 128, torch.float32), (2, 512, torch.bfloat16)):
+        check(rows, vocabulary, dtype, "cpu")
+    for _ in range(6):
+        dtype = torch.float32 if torch.rand(()) < 0.5 else torch.bfloat16
+        check(*(int(torch.randint(1, n, ())) for n in (7, 700)), dtype, "cpu")
+    check_non_finite(300, "cpu")
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -129,6 +141,7 @@ CASES = {
     "producers": "check_producers()",
     "blocks": "check_blocks(), check_native_fp8()",
     "convolution": "check_conv()",
+    "cross entropy": "check_cross_entropy()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -150,7 +163,8 @@ import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from nvfp4_kernels.native import fp8_kernels
-from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, kernels, producers
+from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_entropy, kernels, producers
+from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -180,6 +194,11 @@ if sys.argv[1] == "90":
     fp8 = {"row_codes": u8s, "row_scales": floats, "column_codes": u8s, "column_scales": floats}
     for square in (False, True):
         build(fp8_kernels.quantize_kernel, 8, x=bf16s, **size, **fp8, SQUARE=square)
+    warps = cross_entropy.WARPS
+    row = {"targets": Type("*i64"), "keep": Type("*i1"), "losses": floats, "V": i32, "LANES": 32 * warps}
+    for gradient in (False, True):
+        build(cross_entropy_kernel, warps, logits=bf16s, **row, GRADIENT=gradient, WIDTH=8)
+    build(cross_entropy_kernel, warps, logits=floats, **row, GRADIENT=True, WIDTH=4)
 if sys.argv[2] == "first":
     sys.exit()
 build(kernels.amax_kernel, x=words, out=halves, **size, **whole)

@@ -165,11 +165,11 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
 def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):
     model = HybridModel(tiny, "meta")
     assert choose_kernels(model, "auto", torch.device("cpu")).startswith(
-        "scan and convolution in PyTorch (the kernels run on GPUs"
+        "scan, convolution and cross entropy in PyTorch (the kernels run on GPUs"
     )
     assert (
         choose_kernels(model, "torch", torch.device("cpu"))
-        == "scan and convolution in PyTorch (training.kernels=torch)"
+        == "scan, convolution and cross entropy in PyTorch (training.kernels=torch)"
     )
     with pytest.raises(ConfigError, match=r"training\.kernels=mamba_ssm, but"):
         choose_kernels(model, "mamba_ssm", torch.device("cpu"))
@@ -223,7 +223,8 @@ def test_the_model_on_the_device(tiny):
         model = HybridModel(tiny, "cuda")
         initialize_(model, 0)
         line = choose_kernels(model, kernels, torch.device("cuda"))
-        assert ("convolution with SiLU by nvfp4_kernels" in line) == (kernels == "auto")
+        for kernel in ("convolution with SiLU", "cross entropy"):
+            assert (f"{kernel} by nvfp4_kernels" in line) == (kernels == "auto")
         tokens = torch.randint(97, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         model.loss(tokens, tokens)[0].backward()
         results.append({name: p.grad for name, p in model.named_parameters()})

@@ -108,6 +108,14 @@ def test_recomputation_saves_what_it_says(precision):
     assert memory.estimate(replace(cfg, training=compiled), "cpu").activations == round(share * none)
 
 
+def test_the_kernel_of_the_loss_has_one_copy_of_the_logits():
+    cfg = config("bf16")
+    torch_path = replace(cfg, training=replace(cfg.training, kernels="torch"))
+    saved = memory.estimate(torch_path, "cuda").head - memory.estimate(cfg, "cuda").head
+    assert saved == 2 * 64 * 512 * (4 + 2 + 4)  # fp32 logits, and gradients in both dtypes
+    assert memory.estimate(config("fp32"), "cuda").head == memory.estimate(config("fp32"), "cpu").head
+
+
 def test_nothing_is_allocated_for_the_largest_model():
     cfg = compose_config(["+experiment=56b_hybrid"])
     assert memory.estimate(cfg, "cuda").weights == 4 * parameter_count(cfg.model) > 200e9
