@@ -74,7 +74,7 @@ KINDS = {
         "triton_tem",
     ),
     "optimizer": ("adam", "multi_tensor", "foreach"),
-    "softmax, loss": ("softmax", "nll"),
+    "softmax, loss": ("softmax", "nll", "cross_entropy"),
     "copies": ("copy", "memcpy", "memset", "::cat", "fill"),
 }
 SAMPLES = 3  # of `--steps` steps each; the median counts

@@ -66,12 +66,13 @@ def head_loss(
     return _HeadLoss.apply(hidden, weight, targets, keep, slice_loss)
 
 
-def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += grad^T [V, t] hidden [t, H]. On a GPU the product of bf16 matrices is added on its fp32 sums."""
+def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
+    """total [V, H] (None: 0) + grad^T [V, t] hidden [t, H], in place and in the accumulation dtype. On a GPU a product of
+    bf16 matrices is added on its fp32 sums; elsewhere it is rounded to bf16 before."""
     if hidden.device.type == "cuda" and hidden.dtype == torch.bfloat16:
-        scaled_matmul(grad.T, hidden.T, None, torch.float32, total)
-    else:
-        total += grad.T @ hidden
+        return scaled_matmul(grad.T, hidden.T, None, torch.float32, total)
+    product = grad.T @ hidden
+    return product.to(accumulation_dtype(hidden.dtype)) if total is None else total.add_(product)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -85,14 +86,14 @@ class _HeadLoss(torch.autograd.Function):
         rows = max(1, SLICE_ELEMENTS[hidden.device.type] // weight.shape[0])
         loss = torch.zeros((), dtype=acc, device=hidden.device)
         if needs_grad:
-            grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+            grad_hidden, grad_weight = torch.empty_like(hidden), None
         for i in range(0, len(hidden), rows):
             part = slice(i, i + rows)
             part_loss, grad = slice_loss(hidden[part], compute_weight, targets[part], keep[part], needs_grad)
             loss += part_loss
             if needs_grad:
                 torch.mm(grad, compute_weight, out=grad_hidden[part])
-                _add_product(grad_weight, grad, hidden[part])
+                grad_weight = _add_product(grad_weight, grad, hidden[part])
         if needs_grad:
             ctx.save_for_backward(grad_hidden, grad_weight)
         return loss

@@ -77,7 +77,7 @@ def backward(
         **constants, **BACKWARD,
     )  # fmt: skip
     total = sums.sum(0)
-    return dx, total[:k].flip(0).T.contiguous()[:, None], total[k]
+    return dx, total[:k].T.contiguous()[:, None], total[k]
 
 
 def _ids(seq_idx: torch.Tensor | None) -> torch.Tensor | None:

@@ -186,7 +186,7 @@ def backward_kernel(
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """dx [B, S, A + B + C] contiguous; sums fp32 [B * chunks, K + 1, A + B + C]: each chunk's share of the gradients of the
-    taps, that of the current token first, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
+    taps, as the weight has them, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
 
     The gradient of token t is complete K - 1 tokens later; at a chunk's end these belong to the next one.
     """
@@ -241,7 +241,7 @@ def backward_kernel(
             if MASKED:
                 documents = advance(document, documents, K)
     for i in tl.static_range(K):
-        tl.store(sums + i * channels, of_taps[i], mask)
+        tl.store(sums + (K - 1 - i) * channels, of_taps[i], mask)
     tl.store(sums + K * channels, of_bias, mask)
     stop = start + tl.cdiv(end - start, ROWS) * ROWS
     for r in tl.static_range(K - 1):
