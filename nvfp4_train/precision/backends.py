@@ -15,6 +15,8 @@ from nvfp4_train.precision.gpu import Machine, this_machine
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
 
 CHIPS = ((10, 0), (10, 3), (12, 0))  # with FP4 tensor cores: nvfp4_kernels.native.gemm.CHIPS
+FP8_CHIP = (9, 0)  # whose cuBLAS has block-scaled FP8 products: nvfp4_kernels.native.fp8.CHIP
+FP8_CUDA = (12, 9)  # from this version on: nvfp4_kernels.native.fp8.CUDA
 NATIVE = ("triton", "cublas")
 FORWARD_OPERANDS = frozenset(o for o in OPERANDS if o.startswith("fprop"))
 _INSTALL = 'docs/operations.md, "Transformer Engine", says how'
@@ -40,11 +42,14 @@ def _triton(cfg: PrecisionConfig, machine: Machine) -> str | None:
 
 
 def _cublas(cfg: PrecisionConfig, machine: Machine) -> str | None:
-    if reason := _fp4_chip(machine):
+    fp8 = cfg.name == "fp8"
+    if reason := _fp8_chip(machine) if fp8 else _fp4_chip(machine):
         return reason
-    if machine.cuda is None or machine.cuda < (12, 8):
+    first = FP8_CUDA if fp8 else (12, 8)
+    if machine.cuda is None or machine.cuda < first:
         there = "no CUDA" if machine.cuda is None else f"CUDA {machine.cuda[0]}.{machine.cuda[1]}"
-        return f"cuBLAS multiplies FP4 from CUDA 12.8 on, and this torch has {there}"
+        what = "FP8 in blocks" if fp8 else "FP4"
+        return f"cuBLAS multiplies {what} from CUDA {first[0]}.{first[1]} on, and this torch has {there}"
     return _sharded(machine)
 
 
@@ -59,6 +64,12 @@ def _fp4_chip(machine: Machine) -> str | None:
         return None
     chips = " or ".join(f"{major}.{minor}" for major, minor in CHIPS)
     return f"it needs FP4 tensor cores (compute capability {chips}), and {machine.describe()}"
+
+
+def _fp8_chip(machine: Machine) -> str | None:
+    if machine.capability == FP8_CHIP:
+        return None
+    return f"block-scaled FP8 products are Hopper's (compute capability 9.0), and {machine.describe()}"
 
 
 def _te(cfg: PrecisionConfig, machine: Machine) -> str | None:
@@ -90,18 +101,19 @@ BACKENDS = {
     for backend in (
         Backend("emulated", ("nvfp4", "mxfp4", "fp8"), "exact bf16 operands, fp32 sums", _none),
         Backend("triton", ("nvfp4",), "FP4 tensor cores, Triton's kernel", _triton),
-        Backend("cublas", ("nvfp4",), "FP4 tensor cores, cuBLAS", _cublas),
+        Backend("cublas", ("nvfp4", "fp8"), "codes and scales on tensor cores by cuBLAS", _cublas),
         Backend("te", ("nvfp4", "fp8"), "Transformer Engine's linear layers", _te),
     )
 }
 NAMES = ("auto", *BACKENDS)
+AUTO = {"nvfp4": "triton", "fp8": "cublas"}  # the native backend that auto takes
 
 
 def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] = ()) -> tuple[str, str]:
     """(the backend that runs, why) for layers with `plans` on `machine`; for bf16 and fp32 it is "torch".
 
-    auto takes `triton` where FP4 tensor cores are and the plans allow it, else `emulated`. Raises ConfigError for one that
-    cannot run there.
+    auto takes the format's native backend (`AUTO`) where it can run and the plans allow it, else `emulated`. Raises
+    ConfigError for one that cannot run there.
     """
     if cfg.backend not in NAMES:
         raise ConfigError(f"precision.backend={cfg.backend} must be one of {', '.join(NAMES)}.")
@@ -112,15 +124,15 @@ def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] =
                 f"precision.backend={cfg.backend}: precision={cfg.name} quantizes nothing; leave it at auto."
             )
         return "torch", "nothing is quantized"
-    if cfg.backend == "auto" and "triton" in able:
-        if machine.capability not in CHIPS:
+    if cfg.backend == "auto":
+        native = AUTO.get(cfg.name)
+        if native is None:
+            return "emulated", "auto"
+        if cfg.name == "nvfp4" and machine.capability not in CHIPS:
             return "emulated", "auto: no FP4 tensor cores here"
-        reason = _triton(cfg, machine) or next(
-            filter(None, (plan_problem("triton", cfg, p) for p in plans)), None
-        )
-        return ("triton", f"auto: {machine.gpu}") if reason is None else ("emulated", f"auto: {reason}")
-    if cfg.backend == "auto" and "emulated" in able:
-        return "emulated", "auto"
+        reasons = (BACKENDS[native].problem(cfg, machine), *(plan_problem(native, cfg, p) for p in plans))
+        reason = next(filter(None, reasons), None)
+        return (native, f"auto: {machine.gpu}") if reason is None else ("emulated", f"auto: {reason}")
     if cfg.backend not in able:
         raise ConfigError(
             f"precision.backend={cfg.backend} does not do precision={cfg.name}: set it to {' or '.join(able)}."
@@ -140,7 +152,7 @@ def plan_problem(backend: str, cfg: PrecisionConfig, plan: LinearPlan) -> str | 
     if backend in NATIVE:
         for gemm in ("fprop", "dgrad", "wgrad"):
             if len([o for o in quantized if o.startswith(gemm)]) == 1:
-                return f"FP4 tensor cores multiply two NVFP4 operands, and the rules leave one of {gemm}'s in bf16"
+                return f"tensor cores multiply two {cfg.name.upper()} operands, and the rules leave one of {gemm}'s in bf16"
     if backend == "te" and quantized not in (frozenset(), frozenset(OPERANDS)):
         if quantized != FORWARD_OPERANDS:
             return "Transformer Engine quantizes all six operands of a layer, or the two of fprop, or none"

@@ -18,16 +18,40 @@ from nvfp4_train.precision.formats import key_of
 from nvfp4_train.precision.recipe import LinearPlan
 
 
-class NativeLinear(nn.Module):
+class PreparedOperands(nn.Module):
+    """What an engine made of its weight, in buffers that are written in place: compiled code keeps them."""
+
+    def __init__(self, *names: str):
+        super().__init__()
+        self._names = names
+        self.release()
+
+    def hold(self, *values: torch.Tensor) -> None:
+        """Take these values, in the order of the names."""
+        for name, value in zip(self._names, values, strict=True):
+            if (there := getattr(self, name)) is None:
+                self.register_buffer(name, value, persistent=False)
+            else:
+                there.copy_(value)
+
+    def held(self) -> tuple[torch.Tensor, ...]:
+        """The buffers, in the order of the names."""
+        return tuple(getattr(self, name) for name in self._names)
+
+    def release(self) -> None:
+        """Give the memory back: the layer computes in bf16 from here on."""
+        for name in self._names:
+            self.register_buffer(name, None, persistent=False)
+
+
+class NativeLinear(PreparedOperands):
     """Computes in place of a `Linear` with the GEMM `backend`; holds its weight's codes and scales, both ways."""
 
     takes_amax = True
 
     def __init__(self, backend: str):
-        super().__init__()
+        super().__init__("codes", "scales", "turned_codes", "turned_scales", "amax")
         self.backend = backend
-        for name in ("codes", "scales", "turned_codes", "turned_scales", "amax"):
-            self.register_buffer(name, None, persistent=False)
 
     def prepare(self, weight: torch.Tensor, plan: LinearPlan) -> None:
         """Quantize the master weight [out, in] as it is now. In place after the first time."""
@@ -37,18 +61,7 @@ class NativeLinear(nn.Module):
             rows, columns = quantize_square(w, value)
         else:
             rows, columns = quantize_rows_and_columns(w, (value, None), (value, None))
-        new = (*_bytes(rows), *_bytes(columns), value)
-        if self.codes is None:
-            self.codes, self.scales, self.turned_codes, self.turned_scales, self.amax = new
-            return
-        for there, value in zip(
-            (self.codes, self.scales, self.turned_codes, self.turned_scales, self.amax), new, strict=True
-        ):
-            there.copy_(value)
-
-    def release(self) -> None:
-        """Give the operands' memory back: the layer computes in bf16 from here on."""
-        self.codes = self.scales = self.turned_codes = self.turned_scales = self.amax = None
+        self.hold(*_bytes(rows), *_bytes(columns), value)
 
     def forward(
         self,
@@ -59,10 +72,9 @@ class NativeLinear(nn.Module):
         rng: torch.Tensor,
     ) -> torch.Tensor:
         """x: bf16 [tokens, in] -> bf16 [tokens, out]."""
-        operands = (self.codes, self.scales, self.turned_codes, self.turned_scales, self.amax)
         training = torch.is_grad_enabled()
         return torch.ops.nvfp4_train.native_linear(
-            x, x_amax, weight, *operands, rng, plan.spec, self.backend, training
+            x, x_amax, weight, *self.held(), rng, plan.spec, self.backend, training
         )[0]
 
 

@@ -46,7 +46,7 @@ def linear(
         backward = {"wgrad.input": x, "dgrad.weight": weight} if training else {}
         seen = {"fprop.input": x, "fprop.weight": weight, **backward}
         # The whole master weight of a sharded layer has no memory: what arrives are its operands.
-        _record(plan, rng, {name: t for name, t in seen.items() if t.untyped_storage().size()})
+        record(plan, rng, {name: t for name, t in seen.items() if t.untyped_storage().size()})
     if not saves:
         return (
             y,
@@ -100,7 +100,7 @@ def linear_backward(
         right = formats.saved_operand(plan, codes, scales, x_amax, dtype) if codes.numel() else x.t()
         dw = _multiply(columns or dy.t(), right, torch.float32, dtype)
     if health.active is not None:
-        _record(plan, rng, {"dgrad.grad": dy, "wgrad.grad": dy})
+        record(plan, rng, {"dgrad.grad": dy, "wgrad.grad": dy})
     return dx, dw
 
 
@@ -137,7 +137,7 @@ def _product(
     return scaled_matmul(left, operand, scale_product(amaxes), out_dtype)
 
 
-def _record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
+def record(plan: LinearPlan, rng: torch.Tensor, operands: dict[str, torch.Tensor]) -> None:
     """Tell the active health recorder what quantizing loses. operands: {name: x, dy or the master weight}."""
     for operand, x in operands.items():
         # Where a model is sharded its master weights are not here whole: their operands are what is gathered.

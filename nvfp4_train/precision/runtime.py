@@ -18,6 +18,7 @@ from nvfp4_train.precision.backends import BACKENDS, NATIVE, choose
 from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.native import NativeLinear
+from nvfp4_train.precision.native_fp8 import Fp8Linear
 from nvfp4_train.precision.recipe import BF16_PLAN, LinearPlan, check_rules, phase_at, phases_of, plan_for
 from nvfp4_train.precision.te import TransformerEngine
 
@@ -155,13 +156,20 @@ class PrecisionRuntime:
         ]
         backend, why = choose(self.cfg, this_machine(device.type), plans)
         if backend in NATIVE:
-            if problem := self_test.problem(backend, device):
+            fp8 = self.cfg.name == "fp8"
+            problem = self_test.fp8_problem(device) if fp8 else self_test.problem(backend, device)
+            if problem and self.cfg.backend == "auto":
+                return (
+                    "emulated",
+                    f"auto: {backend} fails its self-test on this GPU ({problem}); please report it",
+                )
+            if problem:
                 raise ConfigError(
                     f"precision.backend={backend} fails its self-test on this GPU ({problem}): use "
                     "precision.backend=emulated, and report it."
                 )
             for linear in self.linears.values():
-                linear.engine = NativeLinear(backend)
+                linear.engine = Fp8Linear(backend) if fp8 else NativeLinear(backend)
         elif backend == "te":
             self.te = TransformerEngine(self.cfg)
             for linear in self.linears.values():

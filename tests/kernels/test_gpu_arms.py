@@ -22,6 +22,8 @@ from nvfp4_kernels.blockscaled import expand_columns
 from nvfp4_kernels.ms_eden import quantize_ms_eden, rotation_signs, rotation_size
 from nvfp4_kernels.native import fp8
 
+from tests.fp8_bound import bound
+
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.gpu,
@@ -125,28 +127,19 @@ def test_native_fp8_products_are_exact_where_sums_are(m, n, k, square):
 @pytest.mark.parametrize("square", [True, False])
 @pytest.mark.parametrize(("m", "n", "k"), SHAPES)
 def test_native_fp8_products_stay_within_the_bound_of_14_bit_sums(m, n, k, square):
-    """docs/numerics.md: within a block 136 truncations of 2^-13 of the sum of magnitudes, across blocks fp32."""
     g = torch.Generator().manual_seed(m + n + k)
     x, w = (torch.randn(size, k, generator=g).bfloat16() for size in (m, n))
     a = fp8.quantize_rows_and_columns(x.to(DEVICE), True, False)[0]
     w = w.to(DEVICE)
     b = fp8.quantize_square(w)[0] if square else fp8.quantize_rows_and_columns(w, True, False)[0]
     emulated = fp8.multiply(a, b, torch.float32, "emulated").double()
-    sides = []
-    for q in (
-        a.plain(),
-        b.plain(),
-    ):  # E4M3's subnormals count with the exponent of its smallest normal number, 2^-6
-        least = q._scale() * 2.0**-6
-        magnitude = q.operand(torch.float32).abs()
-        sides.append(torch.where(magnitude > 0, torch.maximum(magnitude, least), 0.0).double())
-    bound = (136 * 2.0**-13 + (k + 4) * 2.0**-23) * (sides[0] @ sides[1].t())
+    limit = bound(a.plain(), b.plain())
     error = (fp8.multiply(a, b, torch.float32).double() - emulated).abs()
-    assert (error <= bound).all()
+    assert (error <= limit).all()
     assert (
         (fp8.multiply(a, b, torch.bfloat16).double() - emulated)
         .abs()
-        .le(bound + emulated.abs() * 2.0**-8)
+        .le(limit + emulated.abs() * 2.0**-8)
         .all()
     )
 

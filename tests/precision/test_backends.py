@@ -4,13 +4,21 @@ import sys
 from dataclasses import replace
 
 import pytest
+from nvfp4_kernels.native import fp8
 from nvfp4_kernels.native import gemm as native
 
 from nvfp4_train.config.load import compose_config
 from nvfp4_train.config.schema import PrecisionConfig
 from nvfp4_train.config.validate import validate
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.precision.backends import CHIPS, FORWARD_OPERANDS, check_plan, choose
+from nvfp4_train.precision.backends import (
+    CHIPS,
+    FORWARD_OPERANDS,
+    FP8_CHIP,
+    FP8_CUDA,
+    check_plan,
+    choose,
+)
 from nvfp4_train.precision.gpu import Machine
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
 from tests.tiny import TINY_MODEL
@@ -46,6 +54,13 @@ def precision(name="nvfp4", backend="auto", **keys):
         (precision(backend="cublas"), BLACKWELL, "cublas", "as configured"),
         (precision(backend="te"), BLACKWELL, "te", "as configured"),
         (precision("fp8", "te"), HOPPER, "te", "as configured"),
+        (precision("fp8"), HOPPER, "cublas", "NVIDIA H200"),
+        (precision("fp8", "cublas"), HOPPER, "cublas", "as configured"),
+        (precision("fp8", "emulated"), HOPPER, "emulated", "as configured"),
+        (precision("fp8"), BLACKWELL, "emulated", "auto: block-scaled FP8 products are Hopper's"),
+        (precision("fp8"), replace(HOPPER, cuda=(12, 8)), "emulated", "from CUDA 12.9 on"),
+        (precision("fp8"), replace(HOPPER, processes=2), "emulated", "2 were started"),
+        (precision("mxfp4"), HOPPER, "emulated", "auto"),
         (precision("bf16"), BLACKWELL, "torch", "nothing is quantized"),
     ],
 )
@@ -89,7 +104,26 @@ def test_the_backend_follows_from_what_is_asked_and_what_is_there(cfg, machine, 
             Machine("A100", (8, 0), (13, 0), None, **TE),
             "8.9 or higher",
         ),
-        (precision("fp8", "triton"), BLACKWELL, "does not do precision=fp8: set it to emulated or te"),
+        (
+            precision("fp8", "triton"),
+            BLACKWELL,
+            "does not do precision=fp8: set it to emulated or cublas or te",
+        ),
+        (
+            precision("fp8", "cublas"),
+            BLACKWELL,
+            r"cublas can't run here: .* Hopper's .*B200.*backend=emulated or te",
+        ),
+        (
+            precision("fp8", "cublas"),
+            LAPTOP,
+            "cublas can't run here: .*no CUDA GPU is found; .*backend=emulated",
+        ),
+        (
+            precision("fp8", "cublas"),
+            replace(HOPPER, processes=2),
+            "in one process so far.* 2 were started; .*backend=emulated",
+        ),
         (
             precision(backend="triton"),
             replace(BLACKWELL, processes=8),
@@ -114,6 +148,7 @@ WITHOUT_WGRAD = LinearPlan(frozenset(o for o in OPERANDS if not o.startswith("wg
         (precision(backend="triton"), HALF_A_GEMM, "layers.3.up.*leave one of wgrad's in bf16"),
         (precision(backend="te"), WITHOUT_WGRAD, "all six operands of a layer, or the two of fprop"),
         (precision("fp8", "te", te_recipe="delayed"), LinearPlan(FORWARD_OPERANDS), "delayed scaling"),
+        (precision("fp8", "cublas"), HALF_A_GEMM, "two FP8 operands, .*leave one of wgrad's in bf16"),
     ],
 )
 def test_rules_that_a_backend_cannot_follow_are_refused(cfg, plan, message):
@@ -140,6 +175,7 @@ def test_auto_stays_emulated_where_weights_are_sharded():
 
 def test_both_lists_of_chips_are_one():
     assert CHIPS == native.CHIPS
+    assert (FP8_CHIP, FP8_CUDA) == (fp8.CHIP, fp8.CUDA)
 
 
 @pytest.mark.parametrize("backend", ["te", "triton", "cublas"])

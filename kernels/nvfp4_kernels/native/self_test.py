@@ -10,6 +10,7 @@ import torch
 from nvfp4_kernels.format import BLOCK, QuantizedTensor
 from nvfp4_kernels.gemm import gemm
 from nvfp4_kernels.hadamard import SIGNS
+from nvfp4_kernels.native import fp8
 from nvfp4_kernels.native import quantize as native
 from nvfp4_kernels.native.tensor import NativeTensor, transposed_square
 from nvfp4_kernels.quantize import SQUARE_BLOCK, amax, quantize, quantize_rows_and_columns
@@ -87,3 +88,51 @@ def problem(backend: str, device: torch.device) -> str | None:
     """What is wrong with `backend` and the quantize kernels on `device`: a few small products, some seconds."""
     found = quantizer_problem(device, 144, 208)
     return found or next((p for shape in SHAPES if (p := product_problem(backend, device, *shape))), None)
+
+
+def fp8_problem(device: torch.device, backend: str = "cublas") -> str | None:
+    """What is wrong with the native FP8 products and quantize kernels on `device`; None when every bit is right."""
+    if backend == "cublas" and (reason := fp8.problem(device)):
+        return reason
+    for m, n, k in SHAPES:
+        if found := fp8_quantizer_problem(device, m, k) or fp8_product_problem(backend, device, m, n, k):
+            return f"{m} x {n} x {k}: {found}"
+    return None
+
+
+def fp8_product_problem(backend: str, device: torch.device, m: int, n: int, k: int) -> str | None:
+    """What is wrong with FP8 products M x N x K of `backend`: small integers times powers of two, whose sums in a block
+    need 11 bits, so that any order and 14 bits give every bit."""
+    draw = torch.Generator().manual_seed(m + n + k)
+    x, w = (torch.randint(-3, 4, (size, k), generator=draw).float() for size in (m, n))
+    powers = 2.0 ** torch.randint(-2, 3, (m, -(-k // fp8.BLOCK)), generator=draw)
+    x = x * powers.repeat_interleave(fp8.BLOCK, 1)[:, :k]
+    exact = x.double() @ w.double().t()
+    a = fp8.quantize_rows_and_columns(x.to(device), True, False)[0]
+    w = w.to(device)
+    for blocks, b in (
+        ("128x128", fp8.quantize_square(w)[0]),
+        ("1x128", fp8.quantize_rows_and_columns(w, True, False)[0]),
+    ):
+        for dtype in (torch.bfloat16, torch.float32):
+            got = fp8.multiply(a, b, dtype, backend).cpu()
+            if wrong := int((got != exact.to(dtype)).sum()):
+                return f"{wrong} of {got.numel()} results to {dtype} of a product with blocks of {blocks} are wrong"
+    return None
+
+
+def fp8_quantizer_problem(device: torch.device, rows: int, cols: int) -> str | None:
+    """What differs between the FP8 quantize kernels on `device` and the reference; None when no bit does."""
+    draw = torch.Generator().manual_seed(rows + cols)
+    x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
+    x[:, :BLOCK], x[3, 20:40] = 0, -0.0
+    x = x.bfloat16()
+    got, expected = (
+        (*fp8.quantize_rows_and_columns(t, True, True), *fp8.quantize_square(t)) for t in (x.to(device), x)
+    )
+    for side, g, e in zip(("rows", "columns", "128x128", "128x128 transposed"), got, expected, strict=True):
+        if wrong := int((g.codes.cpu().view(torch.uint8) != e.codes.view(torch.uint8)).sum()):
+            return f"{side}: {wrong} of {e.codes.numel()} codes differ"
+        if wrong := int((g.scales.cpu() != e.scales).sum()):
+            return f"{side}: {wrong} of {e.scales.numel()} scales differ"
+    return None
