@@ -1,7 +1,7 @@
 """The linear layer on Hopper's FP8 tensor cores: the emulated layer's codes and scales, multiplied as they are.
 
-Two custom operators, as in `ops.py`. All operands run along their GEMM's inner dimension, in blocks of 1x128, the weight's of
-128x128; zeros fill the last block. Of a GEMM both operands are FP8, or none is (`backends.check_plan`).
+Two custom operators, as in `ops.py`. All operands run along their GEMM's inner dimension, in blocks of 1x128, the weight's
+of 128x128; zeros fill the last block. Of a GEMM both operands are FP8, or none is (`backends.check_plan`).
 """
 
 from __future__ import annotations
