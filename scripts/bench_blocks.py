@@ -67,7 +67,7 @@ def blocks(cfg: Config, precision: str, device: torch.device) -> dict[str, Cost]
     model = HybridModel(dataclasses.replace(cfg.model, pattern=letters), device)
     initialize_(model, 0)
     apply_recipe(model, recipe, len(letters), 0)
-    choose_kernels(model, cfg.training.kernels, device)
+    choose_kernels(model, cfg.training.kernels, device, cfg.training.deterministic)
     compile_blocks(model, cfg.training.compile, device)
     shape = (cfg.training.micro_batch_size, cfg.training.seq_len)
     x = torch.randn(*shape, cfg.model.hidden_size, device=device).bfloat16().requires_grad_()

@@ -156,7 +156,7 @@ def measure(cfg: Config, steps: int, warmup: int, profile: bool) -> dict[str, An
     precision = apply_recipe(model, cfg.precision, len(cfg.model.pattern), cfg.training.seed)
     lines = {
         "precision": precision.summary(),
-        "kernels": choose_kernels(model, cfg.training.kernels, device),
+        "kernels": choose_kernels(model, cfg.training.kernels, device, cfg.training.deterministic),
         "recomputes": apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget),
         # As in a run: Transformer Engine's layers stand between the compiled parts.
         "compile": compile_blocks(model, cfg.training.compile, device, whole=precision.backend != "te"),

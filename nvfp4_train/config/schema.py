@@ -274,6 +274,9 @@ class TrainingConfig:
     kernels: str = (
         "auto"  # auto: Triton on GPUs | torch: the reference | mamba_ssm: an error without the extra `mamba`
     )
+    deterministic: bool = (
+        True  # on GPUs: attention whose gradients have the same bits every time; false: the fastest
+    )
     recompute: str = "none"  # in the backward pass: none | squared_relu | block | budget (model/recompute.py)
     recompute_budget: float = 0.5  # budget: share of the activations that torch.compile may keep
     sample_prompt: str = ""  # the text sample at the end continues this

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +11,9 @@ from torch.nn import functional as F
 from nvfp4_train.config.schema import ModelConfig
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.producers import Activation
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # On a CPU sequences of at most so many tokens are attended to in blocks of queries: longer ones would keep too many weights.
 BLOCKWISE_TOKENS, QUERY_BLOCK = 1024, 128
@@ -31,15 +36,16 @@ class Attention(nn.Module):
             cfg.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, device=device
         )
         self.o_proj = Linear(self.heads * self.head_dim, cfg.hidden_size, device=device)
+        self.attend = attend  # or another: kernels.choose_kernels
 
-    def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
-        """x [B, S, hidden_size]; with seq_idx [B, S] a token sees only its own document."""
-        return self._attend(*self._heads(x), seq_idx)
+    def forward(self, x: Tensor | Activation, mask: Tensor | BlockMask | None = None) -> Tensor:
+        """x [B, S, hidden_size]; mask is what `attend` takes: seq_idx [B, S], and a token sees only its own document."""
+        return self._project(self.attend(*self._heads(x), mask))
 
     def prefill(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """`forward`, and all keys and values join the empty cache."""
         q, cache["k"], cache["v"] = self._heads(x)
-        return self._attend(q, cache["k"], cache["v"], None)
+        return self._project(attend(q, cache["k"], cache["v"], None))
 
     @property
     def entry(self) -> Linear:
@@ -65,11 +71,6 @@ class Attention(nn.Module):
             F.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask, enable_gqa=grouped)
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
-        blockwise = q.device.type == "cpu" and q.shape[2] <= BLOCKWISE_TOKENS
-        attend = _blockwise_attention if blockwise else _fused_attention
-        return self._project(attend(q, k, v, seq_idx))
-
     def _heads(self, x: Tensor | Activation) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, each [B, heads, S, head_dim]."""
         qkv = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -91,8 +92,14 @@ def pad_cache(cache: dict[str, Tensor], length: int) -> dict[str, Tensor]:
     return {**{name: F.pad(cache[name], (0, 0, missing, 0)) for name in ("k", "v")}, "seen": seen}
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
+    """Causal attention. q [B, heads, S, D], k and v [B, kv_heads, S, D] -> [B, heads, S, D]; seq_idx None or [B, S]."""
+    blockwise = q.device.type == "cpu" and q.shape[2] <= BLOCKWISE_TOKENS
+    return (_blockwise_attention if blockwise else _fused_attention)(q, k, v, seq_idx)
+
+
 def _fused_attention(q: Tensor, k: Tensor, v: Tensor, seq_idx: Tensor | None) -> Tensor:
-    """Causal attention by PyTorch's kernels. q [B, heads, S, D], k and v [B, kv_heads, S, D] -> [B, heads, S, D]."""
+    """By the kernel that PyTorch takes."""
     mask = None if seq_idx is None else (seq_idx[:, :, None] == seq_idx[:, None, :]).tril()[:, None]
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,6 +17,9 @@ from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.mlp import MLP
 from nvfp4_train.model.norm import RMSNorm, accumulation_dtype
 
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
 MIXERS = {"M": Mamba2, "*": Attention, "-": MLP}
 
 
@@ -26,8 +31,9 @@ class Block(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.norm_eps, device)
         self.mixer = MIXERS[letter](cfg, device)
 
-    def forward(self, x: Tensor, seq_idx: Tensor | None = None) -> Tensor:
-        """x [B, S, hidden_size] in the compute dtype; seq_idx None or integer [B, S] document numbers."""
+    def forward(self, x: Tensor, seq_idx: Tensor | BlockMask | None = None) -> Tensor:
+        """x [B, S, hidden_size] in the compute dtype; seq_idx None, integer [B, S] document numbers, or the attention's
+        mask (`HybridModel.attention_mask`)."""
         return x + self.mixer(self.norm(x, into=self.mixer.entry), seq_idx)
 
     def prefill(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
@@ -84,6 +90,7 @@ class HybridModel(nn.Module):
         self.cfg = cfg
         self.compute_dtype = compute_dtype
         self.recompute_blocks = False  # set by recompute.apply_recompute
+        self.attention_mask = document_numbers  # or another: kernels.choose_kernels
         self.embeddings = nn.Embedding(
             cfg.vocab_size, cfg.hidden_size, device=device, _weight=_empty(cfg, device)
         )
@@ -100,11 +107,13 @@ class HybridModel(nn.Module):
         """tokens int64 [B, S] -> the final norm's output [B, S, hidden_size] in compute_dtype."""
         x = self.embeddings(tokens).to(self.compute_dtype)
         recompute = self.recompute_blocks and torch.is_grad_enabled()
+        mask = self.attention_mask(seq_idx, tokens)
         for layer in self.layers:
+            seen = mask if isinstance(layer.mixer, Attention) else seq_idx
             if recompute:
-                x = checkpoint(layer, x, seq_idx, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(layer, x, seen, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = layer(x, seq_idx)
+                x = layer(x, seen)
         return self.norm_f(x)
 
     def forward(self, tokens: Tensor, seq_idx: Tensor | None = None) -> Tensor:
@@ -144,6 +153,11 @@ class HybridModel(nn.Module):
         for layer, state in zip(self.layers, cache, strict=True):
             x = layer.step(x, state)
         return self.lm_head(self.norm_f(x))[:, 0]
+
+
+def document_numbers(seq_idx: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """What `attention.attend` takes as mask for a batch of tokens [B, S]: the numbers themselves."""
+    return seq_idx
 
 
 def join_caches(caches: list[list[dict[str, Tensor]]]) -> list[dict[str, Tensor]]:

@@ -1,28 +1,33 @@
-"""Which implementations of scan, convolution and cross entropy a model runs, chosen once at the start and logged."""
+"""Which implementations of scan, convolution, attention and cross entropy a model runs, chosen once and logged."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from nvfp4_kernels.triton import ops
 from nvfp4_kernels.triton.conv import LARGEST_KERNEL
+from torch import Tensor
 
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model import conv, mamba_ssm_scan
-from nvfp4_train.model.hybrid import HybridModel
+from nvfp4_train.model.attention import Attention, attend
+from nvfp4_train.model.hybrid import HybridModel, document_numbers
 from nvfp4_train.model.loss import slice_loss, slice_loss_triton
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import conv_silu_triton
 
 
-def choose_kernels(model: HybridModel, kernels: str, device: torch.device) -> str:
+def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deterministic: bool = True) -> str:
     """Have `model` run the kernels that `training.kernels` names, and return a line for the log.
 
     "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the convolution and
     the cross entropy, and mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but raises ConfigError
     without the scan's.
+    Attention is PyTorch's: on a GPU one whose gradients repeat their bits or, unless `deterministic`, the fastest.
     """
     reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
     no_scan, no_conv = reason or mamba_ssm_scan.load(), reason or _no_convolution(model)
@@ -32,16 +37,19 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device) -> st
         if isinstance(module, Mamba2):
             module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
             module.conv1d.conv_silu = conv.conv_silu if no_conv else conv_silu_triton
+    attention = _choose_attention(model, device, deterministic)
     no_loss = reason or _no_triton()
     model.lm_head.slice_loss = slice_loss if no_loss else slice_loss_triton
+    if attention is None:
+        return f"scan, convolution, attention and cross entropy in PyTorch ({reason})"
     if reason:
-        return f"scan, convolution and cross entropy in PyTorch ({reason})"
+        return f"scan, convolution and cross entropy in PyTorch ({reason}); attention {attention}"
     scan = f"in PyTorch ({no_scan})"
     if not no_scan:
-        scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton)"
+        scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton, {mamba_ssm_scan.tiles})"
     convolution = f"in PyTorch ({no_conv})" if no_conv else "with SiLU by nvfp4_kernels (Triton)"
     loss = f"in PyTorch ({no_loss})" if no_loss else "by nvfp4_kernels (Triton)"
-    return f"scan {scan}; convolution {convolution}; cross entropy {loss}"
+    return f"scan {scan}; convolution {convolution}; attention {attention}; cross entropy {loss}"
 
 
 def _unfit(model: HybridModel, device: torch.device) -> str | None:
@@ -51,6 +59,37 @@ def _unfit(model: HybridModel, device: torch.device) -> str | None:
     if model.compute_dtype != torch.bfloat16:
         return f"activations are {str(model.compute_dtype).removeprefix('torch.')}, not bfloat16"
     return None
+
+
+def _choose_attention(model: HybridModel, device: torch.device, deterministic: bool) -> str | None:
+    """Set the model's attention and what it takes as mask; what to say of it, nothing on a CPU."""
+    if device.type != "cuda":
+        _set_attention(model, attend, document_numbers)  # whose sums have one order
+        return None
+    from torch._inductor import config as inductor  # which, as `flex`, takes seconds to import
+
+    from nvfp4_train.model import flex
+
+    # Not to choose tiles of reductions by their time: sums would have another order from process to process.
+    inductor.deterministic = deterministic
+    if unfit := flex.unfit(model.cfg.head_dim):
+        _set_attention(model, flex.products if deterministic else attend, document_numbers)
+        return f"{'in matrix products' if deterministic else 'as PyTorch chooses'} ({unfit})"
+    if deterministic:
+        _set_attention(model, flex.repeatable, flex.block_mask)
+        return "by FlexAttention (Triton; training.deterministic=true: its gradients repeat their bits)"
+    _set_attention(model, flex.fastest, flex.documents_mask)
+    return (
+        "by cuDNN where it can, by FlexAttention where documents are masked "
+        "(training.deterministic=false: gradients need not repeat their last bits)"
+    )
+
+
+def _set_attention(model: HybridModel, kernel: Callable[..., Tensor], mask: Callable[..., Any]) -> None:
+    model.attention_mask = mask
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.attend = kernel
 
 
 def _no_triton() -> str | None:

@@ -5,6 +5,7 @@ Only the scan: the package's larger kernel would multiply with out_proj itself, 
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -16,13 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_train.model import mamba_ssm_tiles
+
 OLDEST = (2, 3)  # of those before, the backward pass was wrong for several groups, or not deterministic
+MODULES = ("ssd_bmm", "ssd_chunk_state", "ssd_state_passing", "ssd_chunk_scan", "ssd_combined")
+ALL_TILES = "TRITON_CACHE_AUTOTUNING"  # if "1", the package keeps all its tiles in its deterministic mode too
 _kernels: Any = None  # the module mamba_ssm_kernels, once `load` has found the package
+tiles = "not loaded"  # which tiles it runs, for the log
 
 
 def load() -> str | None:
-    """Import the kernels; None, or why they can't be used. The package needs no compiled extension for them."""
-    global _kernels
+    """Import the kernels; None, or why they can't be used. The package needs no compiled extension for them.
+
+    On a Hopper GPU they run the tiles of `mamba_ssm_tiles`, elsewhere those that the package chooses.
+    """
+    global _kernels, tiles
     if importlib.util.find_spec("mamba_ssm") is None:
         return "mamba-ssm is not installed"
     version = importlib.metadata.version("mamba-ssm")
@@ -34,15 +43,32 @@ def load() -> str | None:
     added = importlib.util.find_spec(stub) is None
     if added:
         sys.modules[stub] = types.ModuleType(stub)
+    pinned, chosen = _on_hopper(), os.environ.get(ALL_TILES)
+    if pinned:
+        os.environ[ALL_TILES] = "1"
     try:
+        modules = [importlib.import_module(f"mamba_ssm.ops.triton.{name}") for name in MODULES]
         from nvfp4_train.model import mamba_ssm_kernels
     except Exception as error:  # whatever its many dependencies raise
         return f"mamba-ssm {version} can't be imported ({' '.join(str(error).split())})"
     finally:
         if added:
             sys.modules.pop(stub, None)
+        os.environ.pop(ALL_TILES, None)
+        if chosen is not None:
+            os.environ[ALL_TILES] = chosen
+    tiles = "the package's tiles"
+    if pinned:
+        from mamba_ssm.utils.determinism import autotune_configs
+
+        missing = mamba_ssm_tiles.pin(modules, autotune_configs)
+        tiles = "tiles for Hopper" + (f", but the package's for {', '.join(missing)}" if missing else "")
     _kernels = mamba_ssm_kernels
     return None
+
+
+def _on_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == mamba_ssm_tiles.HOPPER
 
 
 def ssd_mamba_ssm(

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "training.sample_*",
     "training.compile",
     "training.kernels",
+    "training.deterministic",
     "training.recompute*",
     "recovery.name",
     "recovery.max_*",

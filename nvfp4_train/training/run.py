@@ -162,7 +162,7 @@ def _launch(
         sharded.follow(precision.counters[0])
     state.take_precision(precision.state(), start.checkpoint)
     precision.set_phase(state.tokens / cfg.training.max_tokens)
-    kernels = choose_kernels(model, cfg.training.kernels, device)
+    kernels = choose_kernels(model, cfg.training.kernels, device, cfg.training.deterministic)
     recomputed = apply_recompute(model, cfg.training.recompute, cfg.training.recompute_budget)
     # Transformer Engine's layers stand between the compiled parts.
     compiled = compile_blocks(model, cfg.training.compile, device, whole=precision.backend != "te")

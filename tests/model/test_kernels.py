@@ -1,22 +1,26 @@
-"""The choice of scan and convolution: on a GPU the kernels themselves, without one their place in the model."""
+"""The choice of scan, convolution and attention: on a GPU the kernels themselves, without one their place in the model."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._inductor import config as inductor
 
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.model import mamba_ssm_scan, triton_conv
+from nvfp4_train.model import flex, mamba_ssm_scan, triton_conv
+from nvfp4_train.model.attention import Attention
 from nvfp4_train.model.conv import conv_silu
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.model.mamba_ssm_scan import ssd_mamba_ssm
+from nvfp4_train.model.mamba_ssm_tiles import TILES, pin
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import conv_silu_triton
 
@@ -155,6 +159,7 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
         importlib.invalidate_caches()
         assert mamba_ssm_scan.load() is None
         assert mamba_ssm_scan._kernels.__name__ == "nvfp4_train.model.mamba_ssm_kernels"
+        assert mamba_ssm_scan.tiles == "the package's tiles"
         assert "selective_scan_cuda" not in sys.modules
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
@@ -162,14 +167,74 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
         sys.modules.pop("nvfp4_train.model.mamba_ssm_kernels", None)
 
 
+@inductor.patch(deterministic=False)
+@pytest.mark.parametrize(("deterministic", "kernel"), [(True, flex.repeatable), (False, flex.fastest)])
+def test_the_attention_of_a_gpu(tiny, monkeypatch, deterministic, kernel):
+    monkeypatch.setattr(mamba_ssm_scan, "load", lambda: "it is not installed")
+    tiny.head_dim = 16
+    model = HybridModel(tiny, "meta")
+    line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
+    assert line.startswith("scan in PyTorch (it is not installed); convolution ")
+    word = str(deterministic).lower()
+    assert ("attention by cuDNN" in line) != deterministic
+    assert f"training.deterministic={word}" in line
+    assert [layer.mixer.attend for layer in model.layers if isinstance(layer.mixer, Attention)] == [kernel]
+    assert inductor.deterministic == deterministic
+    numbers = torch.zeros(2, 5, dtype=torch.int32)
+    assert model.attention_mask(numbers, numbers).shape == (2, 1, 5, 5)
+    assert (model.attention_mask(None, numbers) is None) != deterministic
+    # Attention is not one of training.kernels, which name the scan and the convolution.
+    line = choose_kernels(model, "torch", torch.device("cuda"), deterministic)
+    assert line.startswith(
+        "scan, convolution and cross entropy in PyTorch (training.kernels=torch); attention by "
+    )
+    choose_kernels(model, "auto", torch.device("cpu"))
+    assert model.attention_mask(numbers, numbers) is numbers
+
+
+@inductor.patch(deterministic=False)
+def test_heads_too_small_for_the_kernel(tiny, monkeypatch):
+    monkeypatch.setattr(mamba_ssm_scan, "load", lambda: "it is not installed")
+    model = HybridModel(tiny, "meta")
+    for deterministic, how in ((True, "in matrix products"), (False, "as PyTorch chooses")):
+        line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
+        assert f"; attention {how} (model.head_dim=8 is less than FlexAttention's 16)" in line
+
+
+def autotuner(*tiles):
+    configs = [
+        types.SimpleNamespace(kwargs=kwargs, num_warps=warps, num_stages=stages, pre_hook=object())
+        for kwargs, warps, stages in tiles
+    ]
+    return types.SimpleNamespace(configs=configs)
+
+
+def test_the_scan_runs_the_tiles_of_the_table():
+    name, *others = TILES
+    small = ({"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16}, 4, 1)
+    module = types.ModuleType("ssd")
+    vars(module).update({other: autotuner(small, TILES[other], small) for other in others[1:]})
+    vars(module).update({name: autotuner(small, small), "_another_kernel": autotuner(small, small)})
+    before = {
+        key: kernel.configs
+        for key, kernel in vars(module).items()
+        if isinstance(kernel, types.SimpleNamespace)
+    }
+    assert pin([types.ModuleType("empty"), module], lambda configs: configs[1:]) == [name, others[0]]
+    for other in others[1:]:
+        assert vars(module)[other].configs == [before[other][1]], "the package's own object, with its hook"
+    assert vars(module)[name].configs == before[name][1:]
+    assert vars(module)["_another_kernel"].configs == before["_another_kernel"]
+
+
 def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):
     model = HybridModel(tiny, "meta")
     assert choose_kernels(model, "auto", torch.device("cpu")).startswith(
-        "scan, convolution and cross entropy in PyTorch (the kernels run on GPUs"
+        "scan, convolution, attention and cross entropy in PyTorch (the kernels run on GPUs"
     )
     assert (
         choose_kernels(model, "torch", torch.device("cpu"))
-        == "scan, convolution and cross entropy in PyTorch (training.kernels=torch)"
+        == "scan, convolution, attention and cross entropy in PyTorch (training.kernels=torch)"
     )
     with pytest.raises(ConfigError, match=r"training\.kernels=mamba_ssm, but"):
         choose_kernels(model, "mamba_ssm", torch.device("cpu"))
