@@ -131,7 +131,8 @@ class HybridModel(nn.Module):
         hidden = self.hidden(tokens, seq_idx).flatten(0, 1)
         flat_mask = None if mask is None else mask.flatten()
         nll = self.lm_head.loss(hidden, targets.flatten(), flat_mask)
-        count = mask.sum() if mask is not None else torch.tensor(targets.numel(), device=targets.device)
+        # A tensor made from a number on the host would be copied, and the device waited for.
+        count = mask.sum() if mask is not None else targets.new_full((), targets.numel())
         return nll, count
 
     def new_cache(self, batch: int, device: torch.device | str | None = None) -> list[dict[str, Tensor]]:

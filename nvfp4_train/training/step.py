@@ -38,8 +38,8 @@ def train_step(
     `record_health`: measure what quantization loses in each rank's first micro-batch.
     """
     model: HybridModel = state.model
-    count = torch.tensor(batch.targets.numel()) if batch.mask is None else batch.mask.sum()
-    targets = processes.sum(count.to(batch.targets.device, non_blocking=True))
+    whole = batch.targets.new_full((), batch.targets.numel())
+    targets = processes.sum(whole if batch.mask is None else batch.mask.sum())
     micro_batches = len(batch.tokens) // micro_batch_size
     precision.begin_step(state.step)
     losses = []
