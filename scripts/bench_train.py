@@ -3,11 +3,11 @@
     python scripts/bench_train.py +experiment=1b_hybrid training.micro_batch_size=4 [--arms bf16 nvfp4] [--steps 10]
 
 An arm is an option of the group `precision`, with more words after it where it differs in more:
---arms bf16 nvfp4 "nvfp4 training.recompute=block". Each runs in a process of its own, with one micro-batch a step, the whole
-optimizer step included, and measures the machine's ceilings after it; its row is printed as soon as it is there. The first
-arm is what the others are compared with. --profile adds where each arm's time goes, by kind of kernel, beside the least
-time that kind could take (ceilings.py). --out DIR keeps the Markdown, and with --profile the kernels one by one. MFU counts
-Megatron-LM's FLOPs of a hybrid model (model/flops.py).
+--arms bf16 "bf16 training.deterministic=false" "nvfp4 training.recompute=block". Each runs in a process of its own, with one
+micro-batch a step, the whole optimizer step included, and measures the machine's ceilings after it; its row is printed as
+soon as it is there. The first arm is what the others are compared with. --profile adds where each arm's time goes, by kind
+of kernel, beside the least time that kind could take (ceilings.py). --out DIR keeps the Markdown, and with --profile the
+kernels one by one. MFU counts Megatron-LM's FLOPs of a hybrid model (model/flops.py).
 """
 
 from __future__ import annotations

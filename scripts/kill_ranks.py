@@ -4,7 +4,8 @@
 
 Starts the run twice under `torchrun --max-restarts`: once undisturbed, once with a random rank killed at a random moment
 KILLS times. Prints, for each kill, the step it struck at, the checkpoint that the run went on from, and how long it took
-until that step was passed; and whether every loss of the disturbed run equals the undisturbed one's.
+until that step was passed; and whether every loss of the disturbed run equals the undisturbed one's, which on GPUs takes
+training.deterministic=true, the default.
 """
 
 from __future__ import annotations

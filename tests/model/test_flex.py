@@ -174,7 +174,9 @@ def test_each_kernel_is_attention_and_the_repeatable_ones_repeat_their_bits(
     for kernel, mask in masks.items():
         if kernel is flex.fastest and masked:
             continue  # that is flex.repeatable
-        compiled = torch.compile(kernel, fullgraph=True, dynamic=False)  # as in a block
+        compiled = kernel
+        if kernel is not flex.products:  # as in a block
+            compiled = torch.compile(kernel, fullgraph=True, dynamic=False)
         results = [run(compiled, qkv, dy, kv_heads, mask) for _ in range(4)]
         for name, value, exact, bound in zip(("y", "gradient"), results[0], want, bounds, strict=True):
             worst = ((value.double() - exact).abs() / (bound + 1e-6)).max().item()
@@ -199,8 +201,7 @@ def test_it_runs_by_itself_where_nothing_is_compiled():
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["bf16", "nvfp4"])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("precision", "masked"), [("bf16", True), ("nvfp4", False)])
 def test_a_step_has_the_same_gradients_bit_by_bit(precision, masked):
     """Two blocks of each kind, compiled as the trainer does."""
     cfg = compose_config(
