@@ -196,9 +196,12 @@ build(
     ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, **whole,
 )
 if sys.argv[1] == "90":
-    fp8 = {"row_codes": u8s, "row_scales": floats, "column_codes": u8s, "column_scales": floats}
+    fp8 = {"row_codes": halves, "row_scales": floats, "column_codes": words, "column_scales": floats}
     for square in (False, True):
-        build(fp8_kernels.quantize_kernel, 8, x=bf16s, **size, **fp8, SQUARE=square)
+        ptx = build(
+            fp8_kernels.quantize_kernel, 8, x=bf16s, rows=i32, col_blocks=i32, **fp8, SQUARE=square, HARDWARE=True
+        )
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
     warps = cross_entropy.WARPS
     row = {"targets": Type("*i64"), "keep": Type("*i1"), "losses": floats, "V": i32, "LANES": 32 * warps}
     for gradient in (False, True):

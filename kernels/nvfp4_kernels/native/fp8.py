@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from nvfp4_kernels.blockscaled import FP8, BlockScaledTensor, _check, quantize_blocks, scale_values
 from nvfp4_kernels.gemm import scaled_matmul
-from nvfp4_kernels.triton.ops import OPTIONS
+from nvfp4_kernels.triton.ops import OPTIONS, _words
 from nvfp4_kernels.triton.ops import supports as gpu_supports
 
 CHIP = (9, 0)  # the only one for which cuBLAS has these products
@@ -142,7 +142,12 @@ def _run(x: torch.Tensor, rows: Fp8Tensor | None, columns: Fp8Tensor | None, squ
     from nvfp4_kernels.native.fp8_kernels import quantize_kernel
 
     halves = []
-    for q in (rows, columns):
-        halves += [None, None] if q is None else [q.codes.view(torch.uint8), q.scales.t()]
+    for q, words in ((rows, torch.int32), (columns, torch.int64)):
+        halves += [None, None] if q is None else [q.codes.view(words), q.scales.t()]
     (m, n), grid = x.shape, (-(-x.shape[0] // BLOCK) * -(-x.shape[1] // BLOCK),)
-    quantize_kernel[grid](x.contiguous(), m, n, *halves, SQUARE=square, num_warps=8, **OPTIONS)
+    hardware = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 9)
+    # 128 registers let two programs share a processor: Triton 3.6 takes them, 3.9 would take 162, and neither spills.
+    quantize_kernel[grid](
+        _words(x, x.dtype), m, n // 16, *halves,
+        SQUARE=square, HARDWARE=hardware, num_warps=8, maxnreg=128, **OPTIONS,
+    )  # fmt: skip
