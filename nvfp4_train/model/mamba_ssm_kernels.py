@@ -1,26 +1,26 @@
-"""mamba-ssm's Triton kernels put together as its own scan does, but that backward takes the states that forward kept.
+"""mamba-ssm's Triton kernels put together as its own scan does, but for two things in the backward pass.
 
-The package computes the states of all chunks again, a sixth of its backward pass. Kept in bf16, as the forward pass has
-them, they are B x chunks x heads x head_dim x state numbers a block; in backward that rounds the terms of one sum over
-head_dim x state products a chunk. Imports mamba-ssm: only `mamba_ssm_scan.load` imports this.
+It takes the states that forward kept, where the package computes them again, a sixth of its backward pass. Kept in bf16, as
+the forward pass has them, they are B x chunks x heads x head_dim x state numbers a block; that rounds the terms of one sum
+over head_dim x state products a chunk. And what stays inside chunks is one kernel of ours (`nvfp4_kernels.triton.scan`) in
+place of three. Imports mamba-ssm: only `mamba_ssm_scan.load` imports this.
 """
 
 from __future__ import annotations
 
 import torch
-from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd, _bmm_chunk_fwd
+from mamba_ssm.ops.triton.ssd_bmm import _bmm_chunk_bwd
 from mamba_ssm.ops.triton.ssd_chunk_scan import (
     _chunk_scan_bwd_dC,
-    _chunk_scan_bwd_dcb,
-    _chunk_scan_bwd_ddAcs_stable,
     _chunk_scan_bwd_dstates,
 )
 from mamba_ssm.ops.triton.ssd_chunk_state import (
     _chunk_cumsum_bwd,
     _chunk_state_bwd_db,
 )
-from mamba_ssm.ops.triton.ssd_combined import _chunk_scan_chunk_state_bwd_dx, _mamba_chunk_scan_combined_fwd
+from mamba_ssm.ops.triton.ssd_combined import _mamba_chunk_scan_combined_fwd
 from mamba_ssm.ops.triton.ssd_state_passing import _state_passing_bwd
+from nvfp4_kernels.triton.scan import inside_chunks_backward
 from torch import Tensor
 
 Kept = tuple[Tensor, Tensor, Tensor]
@@ -66,19 +66,14 @@ def backward(
         dstates_dtype=x.dtype, states_dtype=states.dtype, chunk_size=chunk_size,
     )  # fmt: skip
     dstates = dstates.view(states.shape)
-    scores = _bmm_chunk_fwd(C, B, chunk_size, seq_idx=seq_idx, output_dtype=torch.float32)
-    dx, ddt, dD = _chunk_scan_chunk_state_bwd_dx(
-        x, dt_chunks, decay, B, scores, dy, dstates, D=D, seq_idx=seq_idx
-    )
+    dx, ddt, ddecay, dscores, dD = inside_chunks_backward(x, dy, dt_chunks, decay, B, C, dstates, D, seq_idx)
     dB, ddecay_next = _chunk_state_bwd_db(x, dt_chunks, decay, dstates, seq_idx=seq_idx, B=B, ngroups=groups)
-    dC, ddecay = _chunk_scan_bwd_dC(states, decay, dy, seq_idx=seq_idx, C=C, ngroups=groups)
-    dscores = _chunk_scan_bwd_dcb(x, dt_chunks, decay, dy, seq_idx=seq_idx, ngroups=groups)
-    dB = _bmm_chunk_bwd(C, dscores, residual=dB, out=torch.empty_like(B))
-    dC = _bmm_chunk_bwd(B, dscores.transpose(-1, -2), residual=dC, out=torch.empty_like(C))
+    dC, ddecay_before = _chunk_scan_bwd_dC(states, decay, dy, seq_idx=seq_idx, C=C, ngroups=groups)
+    dB = _bmm_chunk_bwd(C, dscores.transpose(-1, -2), residual=dB, out=torch.empty_like(B))
+    dC = _bmm_chunk_bwd(B, dscores, residual=dC, out=torch.empty_like(C))
+    ddecay += ddecay_before
     # The last sum of a chunk decays its whole state. Each sum has all dt A up to its token: their gradients sum from behind.
     ddecay[..., -1] += ddecay_last
-    ddecay = ddecay.flip(-1).cumsum(-1).flip(-1)
-    ddecay += _chunk_scan_bwd_ddAcs_stable(x, dt_chunks, decay, dy, scores)
-    ddecay += ddecay_next
+    ddecay = ddecay.flip(-1).cumsum(-1).flip(-1) + ddecay_next
     ddt, dA, _ = _chunk_cumsum_bwd(ddecay, ddt, dt, A, ddt=torch.empty_like(dt))
     return dx, ddt, dA, dB, dC, dD

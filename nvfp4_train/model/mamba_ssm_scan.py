@@ -81,7 +81,11 @@ def ssd_mamba_ssm(
     chunk_size: int,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype."""
+    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype.
+
+    Chunks are an order of computation: here they are of 64 tokens, or of 128 where chunk_size says more.
+    """
+    chunk_size = 64 if chunk_size <= 64 else 128
     seq_idx = None if seq_idx is None else seq_idx.to(torch.int32)
     return torch.ops.nvfp4_train.ssd_mamba_ssm(x, dt, A, B, C, D, chunk_size, seq_idx)[0]
 

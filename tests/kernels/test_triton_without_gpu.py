@@ -131,6 +131,12 @@ def check_cross_entropy():
         check(*(int(torch.randint(1, n, ())) for n in (7, 700)), dtype, "cpu")
     check_non_finite(300, "cpu")
 
+def check_scan():
+    from tests.kernels.test_scan import DOCUMENTS, check
+
+    check(None, torch.float32, "cpu")
+    check(DOCUMENTS, torch.float32, "cpu")
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -143,6 +149,7 @@ CASES = {
     "blocks": "check_blocks(), check_native_fp8()",
     "convolution": "check_conv()",
     "cross entropy": "check_cross_entropy()",
+    "scan": "check_scan()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -170,6 +177,7 @@ from triton.compiler import ASTSource, compile
 from nvfp4_kernels.native import fp8_kernels
 from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_entropy, kernels, producers
 from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
+from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, kernels, producers, scan, scan_kernels
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -240,6 +248,11 @@ for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels
     types = {"length": i32, **pointers, **parts, **chunk}
     ptx = build(kernel, **{name: types[name] for name in kernel.arg_names})
     assert "cvt.rn.bf16" in ptx
+types = dict.fromkeys(scan_kernels.inside_chunk_kernel.arg_names, i32)
+types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx"), bf16s) | {"seq_idx": halves}
+types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dscores", "dd"), floats)
+types |= {"J": 0, "CHUNK": 128, "BLOCK": scan.BLOCK, "READERS": scan.READERS, "HEADS": 8, "GROUPS": 8, "MASKED": True}
+build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types | {"P": 64, "WIDTH": 64, "N": 128, "STATE": 128})
 """
 
 

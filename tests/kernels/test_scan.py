@@ -1,0 +1,97 @@
+"""The scan's backward kernel against the gradients of its formula, in fp64. Without a GPU: `test_triton_without_gpu.py`."""
+
+import pytest
+import torch
+
+DOCUMENTS = torch.tensor(
+    [[0] * 30 + [1] * 100 + [2] * 70, [5] * 150 + [6] * 50]
+)  # ends inside blocks and chunks
+BATCH, LENGTH, CHUNKS, CHUNK = 2, 200, 2, 128  # the second chunk is cut short
+
+
+def cut(t):
+    """[B, S, ...] -> [B, chunks, chunk, ...] with zeros past the end."""
+    end = t.new_zeros(BATCH, CHUNKS * CHUNK - LENGTH, *t.shape[2:])
+    return torch.cat((t, end), 1).unflatten(1, (CHUNKS, CHUNK))
+
+
+def inputs(dtype, heads=4, groups=2, head_dim=20, state=16):
+    """x, dy, dt, decay, b, c, dstates, d as a model has them: x, b and c are slices of one tensor."""
+    gen = torch.Generator().manual_seed(0)
+    wide = torch.randn(BATCH, LENGTH, heads * head_dim + 2 * groups * state + 24, generator=gen).to(dtype)
+    x, b, c, _ = wide.split((heads * head_dim, groups * state, groups * state, 24), -1)
+    dy = torch.randn(BATCH, LENGTH, heads, head_dim, generator=gen).to(dtype)
+    dt = torch.rand(BATCH, heads, CHUNKS * CHUNK, generator=gen)
+    dt[..., LENGTH:] = 0
+    dt = dt.unflatten(-1, (CHUNKS, CHUNK)).contiguous()
+    dstates = torch.randn(BATCH, CHUNKS, heads, head_dim, state, generator=gen).to(dtype)
+    b, c = (t.unflatten(-1, (groups, state)) for t in (b, c))
+    d = torch.randn(heads, generator=gen)
+    return [x.unflatten(-1, (heads, head_dim)), dy, dt, (-0.1 * dt).cumsum(-1), b, c, dstates, d]
+
+
+def expected(x, dy, dt, decay, b, c, dstates, d, ids):
+    """What `inside_chunks_backward` returns, by autograd."""
+    same = torch.ones(BATCH, CHUNKS, CHUNK, CHUNK, dtype=torch.bool)
+    if ids is not None:
+        ids = cut(ids + 1)
+        ids = torch.where(ids == 0, ids.amax(-1, keepdim=True), ids)
+        same = ids[..., :, None] == ids[..., None, :]
+    x, dy, b, c, dt, decay, d = (
+        t.double().requires_grad_() for t in (cut(x), cut(dy), cut(b), cut(c), dt, decay, d)
+    )
+    heads_a_group = x.shape[3] // b.shape[3]
+    exponent = decay[..., :, None] - decay[..., None, :]  # [B, heads, chunks, i, j]
+    fade = exponent.masked_fill(~same.tril()[:, None], -torch.inf).exp()
+    scores = torch.einsum("bcign,bcjgn->bcgij", c, b)
+    scores.retain_grad()
+    weights = scores.repeat_interleave(heads_a_group, 2).transpose(1, 2) * fade
+    y = torch.einsum("bhcij,bhcj,bcjhp->bcihp", weights, dt, x) + d[:, None] * x
+    (ddecay,) = torch.autograd.grad((y * dy).sum(), decay, retain_graph=True)
+    left = (decay[..., -1:] - decay).masked_fill(~same[:, None, :, -1], -torch.inf).exp()
+    states = torch.einsum("bhcj,bcjhp,bcjhn->bchpn", left * dt, x, b.repeat_interleave(heads_a_group, 3))
+    ((y * dy).sum() + (states * dstates).sum()).backward()
+    return x.grad.flatten(1, 2)[:, :LENGTH], dt.grad, ddecay, scores.grad.transpose(-1, -2), d.grad
+
+
+def check(ids, dtype, device, **sizes):
+    from nvfp4_kernels.triton.scan import inside_chunks_backward
+
+    tensors = inputs(dtype, **sizes)
+    wanted = expected(*tensors, ids)
+    on_device = [t.to(device) for t in (*tensors, *([] if ids is None else [ids]))]
+    on_device += [None] if ids is None else []
+    got, again = (inside_chunks_backward(*on_device) for _ in range(2))
+    # Of the largest: fp32 sums of up to 128 x 80 products; with bf16 also dx and the weights of dy are rounded.
+    bound = 1e-5 if dtype == torch.float32 else 2**-8
+    for name, result, same, want in zip(
+        ("dx", "ddt", "ddecay", "dscores", "dd"), got, again, wanted, strict=True
+    ):
+        assert torch.equal(result, same), name
+        assert result.shape == want.shape, name
+        error = (result.double().cpu() - want).abs().max() / want.abs().max()
+        assert error < bound, f"{name}: {error}"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 80])
+def test_equals_its_formula_on_the_device(masked, head_dim):
+    check(
+        DOCUMENTS if masked else None,
+        torch.bfloat16,
+        "cuda",
+        heads=16,
+        groups=2,
+        head_dim=head_dim,
+        state=128,
+    )
+
+
+def test_refuses_other_chunks():
+    from nvfp4_kernels.triton.scan import inside_chunks_backward
+
+    x, dy, dt, decay, *rest = inputs(torch.float32)
+    with pytest.raises(ValueError, match="chunks of 64 or 128 tokens, not 16"):
+        inside_chunks_backward(x, dy, dt.reshape(BATCH, 4, -1, 16), decay, *rest, None)
