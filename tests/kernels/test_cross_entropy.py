@@ -35,8 +35,8 @@ def check(rows, vocabulary, dtype, device):
     assert all(torch.equal(a, b) for a, b in zip(*results[1:], strict=True))
     got_loss, got_grad = (t.double() for t in results[1])
     # exp errs by |v| 2^-23 + 2^-21 relative, and is taken for an addend and for each move of its lane's maximum after it,
-    # together over |v| <= 2 LARGEST; a sum errs by 2^-24 an addition: those of each block in a lane, then across lanes.
-    width = 16 // logits.element_size()
+    # together over |v| <= 2 LARGEST; a sum errs by 2^-24 an addition: those in a lane, then across lanes.
+    width = 2 * 16 // logits.element_size()
     blocks = -(-vocabulary // (32 * host.WARPS * width))
     relative = 4 * LARGEST * 2**-23 + (blocks + 2) * 2**-21 + ((width + 2) * blocks + 10) * 2**-24
     torch.testing.assert_close(got_loss, loss, rtol=2**-22, atol=relative + 4 * LARGEST * 2**-24)

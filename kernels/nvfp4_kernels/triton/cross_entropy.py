@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-# Every lane reads 16 bytes at once. Two such programs fill a processor: on an H200 264 rows are under way, which at 65,536
-# bf16 logits each are 35 MB and fit its second level of cache until they are read again.
+# A program's. Two fill a processor (at 32 registers a lane): on an H200 264 rows are under way, which at 65,536 bf16 logits
+# each are 35 MB and fit its second level of cache until they are read again.
 WARPS = 32
 
 

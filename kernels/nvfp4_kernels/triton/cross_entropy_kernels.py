@@ -24,10 +24,16 @@ def exp(v):
 
 
 @triton.jit
-def load(x, start, column, V):
-    """Logits of a row from `start` on, -inf outside it."""
-    at = start + column
-    return tl.load(x + at, (at >= 0) & (at < V), float("-inf"))
+def load(x, at, V):
+    """Logits of a row as fp32; -inf beyond it."""
+    return tl.load(x + at, at < V, float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def store(x, at, V, probabilities, target, kept):
+    """The gradient: probabilities, less `kept` at the target."""
+    grad = probabilities - tl.where(at == target, kept, 0.0)
+    tl.store(x + at, grad.to(x.dtype.element_ty), at < V, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -38,8 +44,9 @@ def cross_entropy_kernel(
     """logits [rows, V], contiguous: with GRADIENT replaced by (softmax - one hot) * keep; losses fp32 [rows]: -log softmax
     of the target, times keep. targets int64, keep bool [rows]. Of a target outside of [0, V) the loss is NaN.
 
-    Every lane has WIDTH neighbouring logits at a time, and a maximum and a sum of its own until the row's end. The maximum
-    starts at a finite number, so that -inf less it is never NaN; NaN and inf in the row reach the sum, and so the loss.
+    Every lane reads WIDTH neighbouring logits twice before it computes (enough reads under way for the memory's speed), and
+    has a maximum and a sum of its own until the row's end. The maximum starts at a finite number, so that -inf less it is
+    never NaN; NaN and inf in the row reach the sum, and so the loss.
     """
     BLOCK: tl.constexpr = LANES * WIDTH
     row = tl.program_id(0).to(tl.int64)
@@ -47,17 +54,17 @@ def cross_entropy_kernel(
     target = tl.load(targets + row)
     kept = tl.load(keep + row).to(tl.float32)
     there = (target >= 0) & (target < V)
-    chosen = tl.load(x + tl.where(there, target, 0)).to(tl.float32)
-    chosen = tl.where(there, chosen, float("nan"))
+    target = tl.where(there, target, 0).to(tl.int32)  # comparisons of 64 bits take more instructions
+    chosen = tl.where(there, tl.load(x + target).to(tl.float32), float("nan"))
     column = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    pairs = tl.cdiv(V, 2 * BLOCK)
 
     largest, total = tl.full((LANES,), -FLT_MAX, tl.float32), tl.zeros((LANES,), tl.float32)
-    ahead = load(x, 0, column, V)
-    for i in range(tl.cdiv(V, BLOCK)):
-        v = ahead.to(tl.float32)
-        ahead = load(x, (i + 1) * BLOCK, column, V)
-        new = tl.maximum(largest, tl.max(v, 1))
-        total = total * exp(largest - new) + tl.sum(exp(v - new[:, None]), 1)
+    for i in range(pairs):
+        at = 2 * i * BLOCK + column
+        a, b = load(x, at, V), load(x, at + BLOCK, V)
+        new = tl.maximum(largest, tl.max(tl.maximum(a, b), 1))
+        total = total * exp(largest - new) + tl.sum(exp(a - new[:, None]) + exp(b - new[:, None]), 1)
         largest = new
     top = tl.max(largest, 0)
     total = tl.sum(total * exp(largest - top), 0)
@@ -65,12 +72,8 @@ def cross_entropy_kernel(
 
     if GRADIENT:
         scale = kept / total
-        last = (tl.cdiv(V, BLOCK) - 1) * BLOCK
-        ahead = load(x, last, column, V)
-        for i in range(tl.cdiv(V, BLOCK)):
-            start = last - i * BLOCK
-            v = ahead.to(tl.float32)
-            ahead = load(x, start - BLOCK, column, V)
-            at = start + column
-            grad = exp(v - top) * scale - tl.where(at == target, kept, 0.0)
-            tl.store(x + at, grad.to(logits.dtype.element_ty), at < V, eviction_policy="evict_first")
+        for i in range(pairs):
+            at = 2 * (pairs - 1 - i) * BLOCK + column
+            a, b = load(x, at, V), load(x, at + BLOCK, V)
+            store(x, at, V, exp(a - top) * scale, target, kept)
+            store(x, at + BLOCK, V, exp(b - top) * scale, target, kept)
