@@ -1,6 +1,6 @@
 """Quantize kernels and the quantized linear on one CUDA GPU, beside the ceilings measured in the same run.
 
-    python kernels/benchmarks/quantize_gpu.py [kernels | producers | gemm | linear] ...
+    python kernels/benchmarks/quantize_gpu.py [kernels | producers | gemm | linear | fp8] ...
 
 Bandwidth counts only the bytes that must move; the copy rate counts bytes read and written.
 """
@@ -114,6 +114,64 @@ def products() -> None:
             )
 
 
+def native_fp8() -> None:
+    """Hopper's FP8: the quantize kernels, the three products of a linear of 16384 tokens, and the linear, against bf16."""
+    from nvfp4_kernels.native import fp8
+
+    from nvfp4_train.precision.linear import Linear
+    from nvfp4_train.precision.native_fp8 import Fp8Linear
+    from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+
+    x = torch.randn(SIZE, SIZE, device="cuda").bfloat16()
+    cases = {
+        "FP8 rows": (3, lambda: fp8.quantize_rows_and_columns(x, True, False)),
+        "FP8 columns": (3, lambda: fp8.quantize_rows_and_columns(x, False, True)),
+        "FP8 rows + columns": (4, lambda: fp8.quantize_rows_and_columns(x, True, True)),
+        "FP8 128x128, both ways": (4, lambda: fp8.quantize_square(x)),
+    }
+    table(f"{SIZE} x {SIZE} bf16", x.numel(), cases)
+    print(f"{'FP8 M x N x K':<28}{'blocks of B':>12}{'bf16 ms':>10}{'fp8 ms':>9}{'TFLOP/s':>9}{'ratio':>7}")
+    tokens = 16384
+    for n_in, n_out in ((2048, 8192), (5120, 20480)):
+        for m, n, k, square in (
+            (tokens, n_out, n_in, True),
+            (tokens, n_in, n_out, True),
+            (n_out, n_in, tokens, False),
+        ):
+            a, b = (torch.randn(size, k, device="cuda").bfloat16() for size in (m, n))
+            dtype = torch.bfloat16 if square else torch.float32
+            left = fp8.quantize_rows_and_columns(a, True, False)[0]
+            right = fp8.quantize_square(b)[0] if square else fp8.quantize_rows_and_columns(b, True, False)[0]
+            plain = median_ms(lambda a=a, b=b, d=dtype: torch.mm(a, b.t(), out_dtype=d))
+            ours = median_ms(lambda a=left, b=right, d=dtype: fp8.multiply(a, b, d))
+            print(
+                f"{f'{m} x {n} x {k}':<28}{'128x128' if square else '1x128':>12}{plain:>10.3f}{ours:>9.3f}"
+                f"{2e-9 * m * n * k / ours:>9.0f}{ours / plain:>7.2f}",
+                flush=True,
+            )
+        linear = Linear(n_in, n_out, device="cuda")
+        torch.nn.init.normal_(linear.weight, std=n_in**-0.5)
+        weight = linear.weight.detach().bfloat16().requires_grad_()
+        linear.engine = Fp8Linear("cublas")
+        linear.set_plan(
+            LinearPlan(frozenset(OPERANDS), format="fp8"), torch.tensor([1, 2, 3, 4], device="cuda")
+        )
+        linear.prepare_weight()
+        x, dy = (torch.randn(tokens, size, device="cuda").bfloat16() for size in (n_in, n_out))
+        x.requires_grad_()
+
+        def step(forward: Callable, parameter: torch.Tensor, x=x, dy=dy) -> None:
+            x.grad = parameter.grad = None
+            torch.autograd.backward(forward(x), dy)
+
+        plain = median_ms(lambda s=step, w=weight: s(lambda t: torch.nn.functional.linear(t, w), w))
+        ours = median_ms(lambda s=step, layer=linear: s(layer, layer.weight))
+        print(
+            f"linear {n_in} -> {n_out}: bf16 {plain:.3f} ms, fp8 {ours:.3f} ms, {ours / plain:.2f}",
+            flush=True,
+        )
+
+
 def linears() -> None:
     """Forward and backward of one linear, weights already prepared; x's amax given by its producer or computed inside."""
     from nvfp4_train.precision.linear import Linear
@@ -165,6 +223,6 @@ if __name__ == "__main__":
     print(
         f"{properties.name}, torch {torch.__version__}, Triton {triton.__version__}, quantize {backend_report('cuda')}"
     )
-    parts = {"kernels": kernels, "producers": norms, "gemm": products, "linear": linears}
+    parts = {"kernels": kernels, "producers": norms, "gemm": products, "linear": linears, "fp8": native_fp8}
     for name in sys.argv[1:] or parts:
         parts[name]()

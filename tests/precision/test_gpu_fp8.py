@@ -8,6 +8,7 @@ import pytest
 import torch
 from nvfp4_kernels import FP8, quantize_blocks
 from nvfp4_kernels.native import fp8, self_test
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from nvfp4_train import cli, pretrain
@@ -116,7 +117,9 @@ def test_compiled_recomputed_and_captured_give_the_same_bits():
 def test_any_number_of_tokens_can_be_predicted():
     linear, x = build(), sample(21, 208, 1)
     with torch.no_grad():
-        assert torch.equal(linear(x[:16]), linear(x)[:16])
+        got, whole = linear(x), linear(F.pad(x, (0, 0, 0, 11)))
+    assert got.shape == (21, 272)
+    torch.testing.assert_close(got, whole[:21], rtol=2**-7, atol=1e-3)  # cuBLAS may choose another kernel
 
 
 def test_forward_keeps_codes_for_backward():
