@@ -25,19 +25,49 @@ def rms_norm(
     eps: float,
     groups: int = 1,
     hadamard: tuple[int, ...] | None = None,
+    measured: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMSNorm of x, or of x * silu(gate), each of `groups` slices by itself.
 
-    x: bf16 or fp32 [T, n]; gate: bf16 [T, n] or None; weight: fp32 [n]; n / groups a multiple of 4. Returns y bf16 [T, n],
-    1 / rms fp32 [T, groups], and amax fp32 [2] of y: raw, and after the transform along tokens (0 without `hadamard`).
+    x: bf16 or fp32 [T, n]; gate: bf16 [T, n], rows anywhere, or None; weight: fp32 [n]; n / groups a multiple of 4. Returns
+    y bf16 [T, n], 1 / rms fp32 [T, groups], and amax fp32 [2] of y: raw, and after the transform along tokens (0 without
+    `hadamard`); [0] unless `measured`.
     """
     if gpu.supports(x):
-        return gpu.rms_norm(x, gate, weight, eps, groups, hadamard)
+        return gpu.rms_norm(x, gate, weight, eps, groups, hadamard, measured)
     v = x.float() if gate is None else x.float() * F.silu(gate.float())
     v = v.unflatten(-1, (groups, -1))
     scale = torch.rsqrt(v.square().mean(-1) + eps)
     y = ((v * scale[..., None]).flatten(-2) * weight).to(torch.bfloat16)
-    return y, scale, measure(y, hadamard)
+    return y, scale, measure(y, hadamard) if measured else y.new_empty(0, dtype=torch.float32)
+
+
+def rms_norm_backward(
+    dy: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None, rstd: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Gradients of x and gate, in their dtypes, and of the weight, fp32, of `rms_norm`, which returned rstd = 1 / rms.
+
+    What was normed is computed again, in fp32; nothing but the results is rounded. The weight's gradient is a sum in a fixed
+    order: the same bits every time.
+    """
+    if gpu.supports(x):
+        return gpu.rms_norm_backward(dy, x, gate, rstd, weight)
+    groups, v = rstd.shape[-1], x.float()
+    if gate is not None:
+        z = gate.float()
+        sigmoid = torch.sigmoid(z)
+        silu, v = z * sigmoid, v * (z * sigmoid)
+    normed = (v.unflatten(-1, (groups, -1)) * rstd[..., None]).flatten(-2)
+    dy = dy.float()
+    d = dy * weight
+    mean = (d * normed).unflatten(-1, (groups, -1)).mean(-1, keepdim=True)
+    dv = (d - (normed.unflatten(-1, (groups, -1)) * mean).flatten(-2)).unflatten(-1, (groups, -1))
+    dv = (dv * rstd[..., None]).flatten(-2)
+    dgate = None
+    if gate is not None:
+        dgate = (dv * x.float() * (sigmoid * (1 + z * (1 - sigmoid)))).to(gate.dtype)
+        dv = dv * silu
+    return dv.to(x.dtype), dgate, (dy * normed).sum(0)
 
 
 def squared_relu(

@@ -2,7 +2,7 @@
 
 The seam: a producer is told which linear its result goes `into`; where that linear quantizes its input and the device has
 the fused kernel it returns an `Activation`, which `Linear` accepts in a tensor's place. Everywhere else it returns the
-plain tensor, computed by ordinary operations that torch.compile fuses with their neighbours.
+plain tensor, computed by ordinary operations that torch.compile fuses with their neighbours, or by the same kernel, when told.
 """
 
 from __future__ import annotations
@@ -31,21 +31,28 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, into=None, gate: Tensor | None = None, groups: int = 1
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    into=None,
+    gate: Tensor | None = None,
+    groups: int = 1,
+    fused: bool = False,
 ) -> Tensor | Activation:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of x * silu(gate) where there is a gate.
 
     Each of `groups` contiguous slices is normed by itself. Arithmetic in fp32 (fp64 for fp64 inputs), the result in the
-    gate's or else x's dtype. into: the `Linear` that takes the result, or None.
+    gate's or else x's dtype. into: the `Linear` that takes the result, or None. fused: by the kernel, also where nothing is to
+    be measured.
     """
     dtype = x.dtype if gate is None else gate.dtype
-    if dtype == torch.bfloat16 and into is not None and (wanted := into.measures()):
+    measured = into.measures() if dtype == torch.bfloat16 and into is not None else None
+    if measured or (fused and dtype == torch.bfloat16):
         n = x.shape[-1]
         gate = None if gate is None else gate.reshape(-1, n)
-        y, _, amax = torch.ops.nvfp4_train.rms_norm(
-            x.reshape(-1, n), gate, weight, eps, groups, wanted == "rotated"
-        )
-        return Activation(y.view(x.shape), amax)
+        y, _, amax = torch.ops.nvfp4_train.rms_norm(x.reshape(-1, n), gate, weight, eps, groups, measured)
+        y = y.view(x.shape)
+        return Activation(y, amax) if measured else y
     y = x.to(accumulation_dtype(dtype))
     if gate is not None:
         y = y * F.silu(gate.to(y.dtype))
@@ -65,16 +72,32 @@ def squared_relu(x: Tensor, into=None) -> Tensor | Activation:
 
 @torch.library.custom_op("nvfp4_train::rms_norm", mutates_args=())
 def _rms_norm(
-    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, groups: int, rotated: bool
+    x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, groups: int, measured: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return producers.rms_norm(x, gate, weight, eps, groups, SIGNS if rotated else None)
+    signs = SIGNS if measured == "rotated" else None
+    return producers.rms_norm(x, gate, weight, eps, groups, signs, measured is not None)
 
 
 @_rms_norm.register_fake
-def _(x, gate, weight, eps, groups, rotated):
+def _(x, gate, weight, eps, groups, measured):
     fp32 = {"dtype": torch.float32}
     y = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
-    return y, x.new_empty(x.shape[0], groups, **fp32), x.new_empty(2, **fp32)
+    return y, x.new_empty(x.shape[0], groups, **fp32), x.new_empty(2 if measured else 0, **fp32)
+
+
+@torch.library.custom_op("nvfp4_train::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(
+    dy: Tensor, x: Tensor, gate: Tensor | None, rstd: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    dx, dgate, dweight = producers.rms_norm_backward(dy, x, gate, rstd, weight)
+    return dx, dy.new_empty(0) if dgate is None else dgate, dweight
+
+
+@_rms_norm_backward.register_fake
+def _(dy, x, gate, rstd, weight):
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dgate = dy.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return dx, dgate, weight.new_empty(weight.shape)
 
 
 def _save_norm(ctx, inputs, output):
@@ -83,30 +106,15 @@ def _save_norm(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _norm_backward(ctx, dy, *_):
-    """Plain operations, which torch.compile fuses into one pass over dy, x and gate."""
+def _norm_gradients(ctx, dy, *_):
     if dy is None:
         return (None,) * 6
-    x, gate, weight, scale = ctx.saved_tensors
-    groups, v = scale.shape[-1], x.float()
-    if gate is not None:
-        z = gate.float()
-        sigmoid = torch.sigmoid(z)
-        silu, v = z * sigmoid, v * (z * sigmoid)
-    normed = (v.unflatten(-1, (groups, -1)) * scale[..., None]).flatten(-2)
-    dy = dy.float()
-    d = dy * weight
-    mean = (d * normed).unflatten(-1, (groups, -1)).mean(-1, keepdim=True)
-    dv = (d - (normed.unflatten(-1, (groups, -1)) * mean).flatten(-2)).unflatten(-1, (groups, -1))
-    dv = (dv * scale[..., None]).flatten(-2)
-    dgate = None
-    if gate is not None:
-        dgate = (dv * x.float() * (sigmoid * (1 + z * (1 - sigmoid)))).to(gate.dtype)
-        dv = dv * silu
-    return dv.to(x.dtype), dgate, (dy * normed).sum(0), None, None, None
+    x, gate, weight, rstd = ctx.saved_tensors
+    dx, dgate, dweight = torch.ops.nvfp4_train.rms_norm_backward(dy, x, gate, rstd, weight)
+    return dx, None if gate is None else dgate, dweight, None, None, None
 
 
-_rms_norm.register_autograd(_norm_backward, setup_context=_save_norm)
+_rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 
 
 @torch.library.custom_op("nvfp4_train::squared_relu", mutates_args=())

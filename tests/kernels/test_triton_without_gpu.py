@@ -90,7 +90,7 @@ def check_producers():
     for rows, cols, groups, signs in ((16, 528, 1, SIGNS), (20, 64, 4, None)):
         x, z, w = torch.randn(rows, cols), torch.randn(rows, cols).bfloat16(), torch.rand(cols)
         for value, gate in ((x.bfloat16(), None), (x, z)):
-            y, scale, both = ops.rms_norm(value, gate, w, 1e-5, groups, signs)
+            y, scale, both = ops.rms_norm(value, gate, w, 1e-5, groups, signs, True)
             expected = producers.rms_norm(value, gate, w, 1e-5, groups, signs)
             torch.testing.assert_close(y, expected[0], rtol=2**-7, atol=0)
             torch.testing.assert_close(scale, expected[1])

@@ -13,6 +13,8 @@ from nvfp4_kernels.random_bits import CounterKey
 DTYPES = (torch.bfloat16, torch.float32)
 # No contraction of multiply and add: bits are a contract.
 OPTIONS = {"enable_fp_fusion": False}
+NORM_LANES = 256  # at most: two programs fit on a processor, and their tiles of 16 x 5120 channels or less into its L1 cache
+NORM_CHUNK = 64  # rows of a program of the norm's backward pass
 LANES = 64  # a program; the fastest of 32, 64, 128 and 256 on an H200
 
 Request = tuple[torch.Tensor, CounterKey | None, str]  # amax, key or None for nearest, output
@@ -197,20 +199,50 @@ def expand_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def rms_norm(x, gate, weight, eps: float, groups: int, hadamard):
+def rms_norm(x, gate, weight, eps: float, groups: int, hadamard, measured: bool):
     """As `producers.rms_norm`, in one kernel."""
     from nvfp4_kernels.triton.producers import norm_kernel
 
     rows, cols = x.shape
     y = torch.empty(rows, cols, dtype=torch.bfloat16, device=x.device)
     rstd = torch.empty(rows, groups, dtype=torch.float32, device=x.device)
-    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
-    norm_kernel[(-(-rows // BLOCK),)](
-        _words(x), None if gate is None else _words(gate), weight, y.view(torch.int64), rstd, amax, rows, cols, eps,
-        BF16=x.dtype == torch.bfloat16, GATED=gate is not None, GROUP=cols // groups, SIGNS=_sign_bits(hadamard),
-        LANES=2 * LANES, num_warps=LANES // 16,
+    amax = torch.zeros(2 if measured else 0, dtype=torch.int32, device=x.device)
+    bf16, group = x.dtype == torch.bfloat16, cols // groups
+    lanes = max(32, min(NORM_LANES, 1 << (group // 4 - 1).bit_length()))
+    gates, stride = (None, None) if gate is None else _word_rows(gate)
+    grid = min(-(-rows // BLOCK) * groups, _processors(x.device) * 1024 // lanes)
+    norm_kernel[(grid,)](
+        _words(x), gates, weight, y.view(torch.int64), rstd, amax, rows, eps,
+        COLS=cols, GATE_STRIDE=stride, GROUP=group, BF16=bf16, MEASURED=measured, SIGNS=_sign_bits(hadamard),
+        WHOLE=rows % BLOCK == 0, LANES=lanes, num_warps=lanes // 32,
     )  # fmt: skip
     return y, rstd, amax.view(torch.float32)
+
+
+def _word_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """t [rows, cols] as words, and the words from row to row: in place where rows start at whole words."""
+    if t.stride(-1) != 1 or t.stride(0) % 4 or t.data_ptr() % 8:
+        t = t.contiguous()
+    return t.view(torch.int64), t.stride(0) // 4
+
+
+def rms_norm_backward(dy, x, gate, rstd, weight):
+    """As `producers.rms_norm_backward`, in one kernel and the sum of its chunks' shares of the weight's gradient."""
+    from nvfp4_kernels.triton.producers import norm_backward_kernel
+
+    (rows, cols), groups = x.shape, rstd.shape[1]
+    chunks, width = -(-rows // NORM_CHUNK), 1 << (cols // groups - 1).bit_length()
+    x, dy = x.contiguous(), dy.contiguous()
+    if gate is not None and gate.stride(1) != 1:
+        gate = gate.contiguous()
+    dx, dgate = torch.empty_like(x), None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    sums = torch.empty(chunks, cols, dtype=torch.float32, device=x.device)
+    norm_backward_kernel[(chunks * groups,)](
+        dy, x, gate, rstd, weight, dx, dgate, sums, rows, cols, 0 if gate is None else gate.stride(0),
+        GATED=gate is not None, GROUP=cols // groups, CHUNK=NORM_CHUNK, WIDTH=width,
+        num_warps=min(max(width // 512, 1), 16),
+    )  # fmt: skip
+    return dx, dgate, sums.sum(0)
 
 
 def squared_relu(x: torch.Tensor, hadamard) -> tuple[torch.Tensor, torch.Tensor]:
