@@ -89,13 +89,32 @@ def table(title: str, elements: int, cases: dict[str, tuple[float, Callable[[], 
 def norms() -> None:
     """What makes a linear's input and measures it in the same pass, beside the copy rate. Bytes: inputs and result once."""
     x = torch.randn(2 * SIZE, SIZE // 2, device="cuda").bfloat16()
-    scan, weight = torch.randn_like(x, dtype=torch.float32), torch.rand(SIZE // 2, device="cuda")
+    scan, weight = torch.randn_like(x), torch.rand(SIZE // 2, device="cuda")
+    z = torch.randn(2 * SIZE, SIZE, device="cuda").bfloat16()[:, : SIZE // 2]  # of a wider projection
+    rstd, gated_rstd = (
+        producers.rms_norm(x, gate, weight, 1e-5, groups, measured=False)[1]
+        for gate, groups in ((None, 1), (z, 8))
+    )
     cases = {
         "RMSNorm + both amax": (4, lambda: producers.rms_norm(x, None, weight, 1e-5, 1, SIGNS)),
-        "gated norm, 8 groups + both amax": (8, lambda: producers.rms_norm(scan, x, weight, 1e-5, 8, SIGNS)),
+        "gated norm, 8 groups + both amax": (6, lambda: producers.rms_norm(scan, z, weight, 1e-5, 8, SIGNS)),
+        "gated norm, 8 groups, unmeasured": (
+            6,
+            lambda: producers.rms_norm(scan, z, weight, 1e-5, 8, measured=False),
+        ),
+        "RMSNorm's gradients": (6, lambda: producers.rms_norm_backward(x, scan, None, rstd, weight)),
+        "gated norm's gradients, 8 groups": (
+            10,
+            lambda: producers.rms_norm_backward(x, scan, z, gated_rstd, weight),
+        ),
         "squared ReLU + both amax": (4, lambda: producers.squared_relu(x, SIGNS)),
     }
     table(f"{2 * SIZE} x {SIZE // 2} bf16", x.numel(), cases)
+    x = x.view(-1, SIZE // 4)
+    cases = {
+        "RMSNorm + both amax": (4, lambda: producers.rms_norm(x, None, weight[: SIZE // 4], 1e-5, 1, SIGNS))
+    }
+    table(f"{4 * SIZE} x {SIZE // 4} bf16", x.numel(), cases)
 
 
 def products() -> None:

@@ -1,4 +1,4 @@
-"""Which implementations of scan, convolution, attention and cross entropy a model runs, chosen once and logged."""
+"""Which implementations of scan, convolution, norm, attention and cross entropy a model runs, chosen once and logged."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from nvfp4_train.model.triton_conv import conv_silu_triton
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deterministic: bool = True) -> str:
     """Have `model` run the kernels that `training.kernels` names, and return a line for the log.
 
-    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the convolution and
-    the cross entropy, and mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but raises ConfigError
-    without the scan's.
+    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the convolution, the
+    gated norm and the cross entropy, and mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but
+    raises ConfigError without the scan's.
     Attention is PyTorch's: on a GPU one whose gradients repeat their bits or, unless `deterministic`, the fastest.
     """
     reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
     no_scan, no_conv = reason or mamba_ssm_scan.load(), reason or _no_convolution(model)
+    no_norm = reason or _no_norm(model)
     if kernels == "mamba_ssm" and no_scan:
         raise ConfigError(f"training.kernels=mamba_ssm, but {no_scan}: use training.kernels=auto or torch.")
     for module in model.modules():
         if isinstance(module, Mamba2):
             module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
             module.conv1d.conv_silu = conv.conv_silu if no_conv else conv_silu_triton
+            module.norm.fused = no_norm is None
     attention = _choose_attention(model, device, deterministic)
     no_loss = reason or _no_triton()
     model.lm_head.slice_loss = slice_loss if no_loss else slice_loss_triton
@@ -48,8 +50,9 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
     if not no_scan:
         scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton, {mamba_ssm_scan.tiles})"
     convolution = f"in PyTorch ({no_conv})" if no_conv else "with SiLU by nvfp4_kernels (Triton)"
+    norm = f"in PyTorch ({no_norm})" if no_norm else "by nvfp4_kernels (Triton)"
     loss = f"in PyTorch ({no_loss})" if no_loss else "by nvfp4_kernels (Triton)"
-    return f"scan {scan}; convolution {convolution}; attention {attention}; cross entropy {loss}"
+    return f"scan {scan}; convolution {convolution}; gated norm {norm}; attention {attention}; cross entropy {loss}"
 
 
 def _unfit(model: HybridModel, device: torch.device) -> str | None:
@@ -96,6 +99,12 @@ def _no_triton() -> str | None:
     """Why our Triton kernels can't run, or None."""
     found, report = ops.report()
     return None if found else report
+
+
+def _no_norm(model: HybridModel) -> str | None:
+    """Why the gated norm's kernels can't run, or None."""
+    group = model.cfg.mamba_num_heads * model.cfg.mamba_head_dim // model.cfg.n_groups
+    return _no_triton() or (f"its groups of {group} channels are no multiple of 4" if group % 4 else None)
 
 
 def _no_convolution(model: HybridModel) -> str | None:

@@ -2,7 +2,7 @@
 
 The seam: a producer is told which linear its result goes `into`; where that linear quantizes its input and the device has
 the fused kernel it returns an `Activation`, which `Linear` accepts in a tensor's place. Everywhere else it returns the
-plain tensor, computed by ordinary operations that torch.compile fuses with their neighbours, or by the same kernel, when told.
+plain tensor, computed by ordinary operations that torch.compile fuses with their neighbours; or, told to, by the kernel.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of x * silu(gate) where there is a gate.
 
     Each of `groups` contiguous slices is normed by itself. Arithmetic in fp32 (fp64 for fp64 inputs), the result in the
-    gate's or else x's dtype. into: the `Linear` that takes the result, or None. fused: by the kernel, also where nothing is to
-    be measured.
+    gate's or else x's dtype. into: the `Linear` that takes the result, or None. fused: by the kernel even where nothing is
+    to be measured.
     """
     dtype = x.dtype if gate is None else gate.dtype
     measured = into.measures() if dtype == torch.bfloat16 and into is not None else None

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 INTERPRET = """
+import random
 import torch
 from nvfp4_kernels import SIGNS, CounterKey, quantize_rows_and_columns, amax, quantize, producers
 from nvfp4_kernels import FP8, MXFP4, quantize_blocks
@@ -99,6 +100,42 @@ def check_producers():
         for got, expected in zip(ops.squared_relu(value, signs), producers.squared_relu(value, signs)):
             same(got, expected, "squared ReLU")
 
+def check_norm(rows, group, groups, dtype, gated):
+    # Against fp64. Errors: a unit of the result's dtype, as the interpreter cuts off where it stores bf16, and of fp32 sums.
+    from nvfp4_train.precision.producers import rms_norm
+
+    cols = group * groups
+    x, w, dy = torch.randn(rows, cols).to(dtype), torch.rand(cols), torch.randn(rows, cols).bfloat16()
+    gate = torch.randn(rows, cols + 12).bfloat16()[:, 4 : 4 + cols] if gated else None
+    y, rstd, none = ops.rms_norm(x, gate, w, 1e-5, groups, None, False)
+    assert none.numel() == 0
+    if gated and dtype == torch.float32:
+        gate = gate.float()  # and its gradient is not cut off
+    dx, dgate, dw = ops.rms_norm_backward(dy, x, gate, rstd, w)
+    leaves = [t.double().requires_grad_() for t in (x, w, gate) if t is not None]
+    exact = rms_norm(*leaves[:2], 1e-5, gate=leaves[2] if gated else None, groups=groups)
+    wanted = exact, *torch.autograd.grad(exact, leaves, dy.double())
+    for got, want in zip((y, dx, dw, dgate), wanted):
+        step = 2**-7 if got.dtype == torch.bfloat16 else 0
+        atol = 100 * 2**-24 * want.abs().max().item()
+        torch.testing.assert_close(got.double(), want, rtol=step, atol=atol)
+
+def check_norms():
+    draw = random.Random(0)
+    ops.NORM_CHUNK = 8
+    for dtype, gated in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)):
+        groups = draw.randint(1, 8)
+        check_norm(draw.randint(1, 20), 4 * draw.randint(1, 400 // groups // 4), groups, dtype, gated)
+    check_norm(3, 1040, 1, torch.bfloat16, True)  # read twice
+    x, z, dy = torch.randn(16, 32), torch.randn(16, 32).bfloat16(), torch.randn(16, 32).bfloat16()
+    x[2, 5], x[3, 9], z[4, 17], z[5, 30] = torch.nan, -torch.inf, torch.nan, torch.inf
+    y, rstd, both = ops.rms_norm(x, z, torch.ones(32), 1e-5, 2, SIGNS, True)
+    plain, plain_rstd, _ = producers.rms_norm(x, z, torch.ones(32), 1e-5, 2, SIGNS)
+    results = y, *ops.rms_norm_backward(dy, x, z, rstd, torch.ones(32))
+    for got, e in zip(results, (plain, *producers.rms_norm_backward(dy, x, z, plain_rstd, torch.ones(32)))):
+        assert torch.equal(got.isfinite(), e.isfinite()) and not e.isfinite().all()
+    assert not both.isfinite().any()
+
 def check_conv():
     # In fp32: the interpreter cuts off what a store to bf16 rounds. Chunks and blocks end within parts; x is strided.
     from nvfp4_kernels.triton import conv
@@ -146,6 +183,7 @@ CASES = {
     "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
     "fp32": "check(x, None, True, 'codes')",
     "producers": "check_producers()",
+    "norms": "check_norms()",
     "blocks": "check_blocks(), check_native_fp8()",
     "convolution": "check_conv()",
     "cross entropy": "check_cross_entropy()",
@@ -225,10 +263,18 @@ build(
 build(kernels.expand_columns_kernel, codes=halves, scales=halves, out=words, **size, LANES=64)
 build(kernels.expand_rows_kernel, codes=words, scales=u8s, out=words, blocks=i32, LANES=64)
 build(kernels.scale_product_kernel, a=floats, b=floats, out=floats)
-build(
-    producers.norm_kernel, x=words, gate=words, weight=floats, y=words, rstd=floats, amax=halves, **size, eps=f32,
-    BF16=False, GATED=True, GROUP=512, SIGNS=0xD7E8, LANES=64,
+norm = {"x": words, "weight": floats, "y": words, "rstd": floats, "amax": halves, "rows": i32, "eps": f32}
+for case in (
+    {"gate": words, "COLS": 4096, "GATE_STRIDE": 2576, "GROUP": 512, "BF16": True, "SIGNS": 0xD7E8, "LANES": 128},
+    {"gate": None, "COLS": 2048, "GATE_STRIDE": None, "GROUP": 2048, "BF16": False, "SIGNS": None, "LANES": 256},
+):
+    build(producers.norm_kernel, case["LANES"] // 32, **norm, **case, MEASURED=True, WHOLE=False)
+gated = {"gate": bf16s, "dgate": bf16s, "gate_stride": i32}
+ptx = build(
+    producers.norm_backward_kernel, 1, dy=bf16s, x=bf16s, **gated, rstd=floats, weight=floats, dx=bf16s, sums=floats, **size,
+    GATED=True, GROUP=320, CHUNK=64, WIDTH=512,
 )
+assert "cvt.rn.bf16" in ptx
 build(producers.squared_relu_kernel, x=words, y=words, amax=halves, **size, SIGNS=0xD7E8, LANES=64)
 tile = {"BLOCK_COLS": 1, "WIDTH": 32, "CODES": True}
 common = {"x": bf16s, **size, "sign_bits": i32, "out": u8s, "scales": u8s, **tile}

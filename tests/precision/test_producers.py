@@ -25,6 +25,19 @@ def prepare(module, fused):
     return module
 
 
+def test_the_gated_norms_operator_where_nothing_is_measured():
+    cfg = compose_config([*TINY_MODEL, "+experiment=quickstart"]).model
+    results = []
+    for fused, compiled in ((False, False), (True, False), (True, True)):
+        block = prepare(Block("M", cfg), fused=False)
+        block.mixer.norm.fused = fused
+        results.append(step(block, compiled))
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b, c in zip(*results, strict=True):
+        assert (a.float() - b.float()).abs().max() <= 0.05 * a.float().abs().max()
+        assert torch.equal(b, c)
+
+
 def step(block, compiled=False):
     x = torch.randn(2, 32, 32, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
     call = torch.compile(block, fullgraph=True, backend="aot_eager") if compiled else block
@@ -60,6 +73,10 @@ def test_gradients_of_the_norms_are_autograds():
         got, expected = (torch.autograd.grad(y, inputs, dy) for y in (fused.value, plain))
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+        unmeasured = rms_norm(x, w, 1e-5, gate=gate, groups=groups, fused=True)
+        assert torch.equal(unmeasured, plain)
+        for a, b in zip(torch.autograd.grad(unmeasured, inputs, dy), got, strict=True):
+            assert torch.equal(a, b)
     fused, plain = squared_relu(x, into=linear), squared_relu(x)
     got, expected = (torch.autograd.grad(y, x, dy)[0] for y in (fused.value, plain))
     assert torch.equal(got, expected)

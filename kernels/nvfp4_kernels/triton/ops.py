@@ -13,7 +13,7 @@ from nvfp4_kernels.random_bits import CounterKey
 DTYPES = (torch.bfloat16, torch.float32)
 # No contraction of multiply and add: bits are a contract.
 OPTIONS = {"enable_fp_fusion": False}
-NORM_LANES = 256  # at most: two programs fit on a processor, and their tiles of 16 x 5120 channels or less into its L1 cache
+NORM_LANES = 256  # at most: registers for two programs on a processor, whose tiles of 16 x 2048 channels its L1 cache holds
 NORM_CHUNK = 64  # rows of a program of the norm's backward pass
 LANES = 64  # a program; the fastest of 32, 64, 128 and 256 on an H200
 
@@ -235,12 +235,15 @@ def rms_norm_backward(dy, x, gate, rstd, weight):
     x, dy = x.contiguous(), dy.contiguous()
     if gate is not None and gate.stride(1) != 1:
         gate = gate.contiguous()
-    dx, dgate = torch.empty_like(x), None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    dx, dgate = (
+        torch.empty_like(x),
+        None if gate is None else torch.empty(x.shape, dtype=gate.dtype, device=x.device),
+    )
     sums = torch.empty(chunks, cols, dtype=torch.float32, device=x.device)
     norm_backward_kernel[(chunks * groups,)](
         dy, x, gate, rstd, weight, dx, dgate, sums, rows, cols, 0 if gate is None else gate.stride(0),
         GATED=gate is not None, GROUP=cols // groups, CHUNK=NORM_CHUNK, WIDTH=width,
-        num_warps=min(max(width // 512, 1), 16),
+        num_warps=1 if width <= 512 else min(width // 256, 16),
     )  # fmt: skip
     return dx, dgate, sums.sum(0)
 

@@ -211,9 +211,9 @@ def norm_kernel(
 @triton.jit
 def load_row(dy, x, gate, row, stop, cols, gate_stride, channel, mask, GATED: tl.constexpr):
     """A row's channels of dy, x and, where there is one, the gate; zeros from row `stop` on."""
-    at, inside = row.to(tl.int64) * cols + channel, mask & below(row, stop, channel)
-    z = tl.load(gate + row.to(tl.int64) * gate_stride + channel, inside, 0.0) if GATED else 0.0
-    return tl.load(dy + at, inside, 0.0), tl.load(x + at, inside, 0.0), z
+    at, there = row.to(tl.int64) * cols + channel, mask & below(row, stop, channel)
+    z = tl.load(gate + row.to(tl.int64) * gate_stride + channel, there, 0.0) if GATED else 0.0
+    return tl.load(dy + at, there, 0.0), tl.load(x + at, there, 0.0), z
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -234,7 +234,8 @@ def norm_backward_kernel(
     of_weight = tl.zeros((WIDTH,), tl.float32)
     start, stop = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, rows)
     ahead = load_row(dy, x, gate, start, stop, cols, gate_stride, channel, mask, GATED)
-    for row in range(start, stop):
+    for i in range(stop - start):
+        row = start + i
         dv, u, z = ahead
         ahead = load_row(dy, x, gate, row + 1, stop, cols, gate_stride, channel, mask, GATED)
         dv, u = dv.to(tl.float32), u.to(tl.float32)
