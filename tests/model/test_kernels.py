@@ -283,7 +283,7 @@ def test_the_model_on_the_device(tiny):
         model = HybridModel(tiny, "cuda")
         initialize_(model, 0)
         line = choose_kernels(model, kernels, torch.device("cuda"))
-        for kernel in ("convolution with SiLU", "cross entropy"):
+        for kernel in ("convolution with SiLU", "gated norm", "cross entropy"):
             assert (f"{kernel} by nvfp4_kernels" in line) == (kernels == "auto")
         tokens = torch.randint(97, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         model.loss(tokens, tokens)[0].backward()
