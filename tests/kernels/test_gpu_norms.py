@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nvfp4_kernels import SIGNS, amax, producers
+from nvfp4_kernels.triton import ops
 
 from nvfp4_train.precision.producers import rms_norm
 
@@ -47,3 +48,32 @@ def test_norm_and_its_gradients(cols, groups, gated, rows, dtype):
         assert got.is_contiguous()
         step = 2**-8 if got.dtype == torch.bfloat16 else 0
         torch.testing.assert_close(got.double(), want, rtol=step, atol=2e-5 * want.abs().max().item())
+
+
+def test_a_compiled_norm_reads_its_gate_where_it_is(monkeypatch):
+    strides, word_rows = [], ops._word_rows
+
+    def watched(gate):
+        strides.append(gate.stride())
+        return word_rows(gate)
+
+    def norm(y, projected, weight):
+        return rms_norm(y, weight, 1e-5, gate=projected[..., :512], groups=4, fused=True)
+
+    monkeypatch.setattr(ops, "_word_rows", watched)
+    leaves = [
+        torch.randn(shape, device="cuda").to(dtype).requires_grad_()
+        for shape, dtype in (
+            ((2, 48, 512), torch.bfloat16),
+            ((2, 48, 1040), torch.bfloat16),
+            ((512,), torch.float32),
+        )
+    ]
+    dy = torch.randn(2, 48, 512, device="cuda").bfloat16()
+    results = []
+    for function in (norm, torch.compile(norm, fullgraph=True)):
+        y = function(*leaves)
+        results.append((y, *torch.autograd.grad(y, leaves, dy)))
+    assert strides == [(1040, 1)] * 2
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
