@@ -55,7 +55,7 @@ from nvfp4_train.training.step import train_step
 # that they fuse ("triton_poi_fused__to_copy_add"): those are OTHER whatever they contain.
 OTHER = "elementwise, norms, other"
 KINDS = {
-    OTHER: ("triton_poi", "triton_red", "triton_per"),
+    OTHER: ("triton_poi", "triton_red", "triton_per", "norm_kernel", "norm_backward_kernel"),
     "scan": ("chunk", "ssd", "_state", "bmm_"),
     "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
     "convolution": ("conv", "forward_kernel", "backward_kernel"),  # ours are called so

@@ -206,8 +206,8 @@ def test_a_step_has_the_same_gradients_bit_by_bit(precision, masked):
     """Two blocks of each kind, compiled as the trainer does."""
     cfg = compose_config(
         [
-            "model=125m_hybrid",
-            "data=stdlib",
+            "+experiment=125m_hybrid",
+            "data.source=unused",
             f"precision={precision}",
             "model.pattern=M-*M-*-",
             "training.seq_len=1024",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-BLOCK, READERS = 64, 32  # tokens of a program, and readers of them at a time
+BLOCK, READERS = 64, 64  # tokens of a program, and readers of them at a time
 LARGEST_CHUNK = 128  # of longer ones a program's tiles would not stay in registers
-WARPS = 4
+WARPS, STAGES = 4, 1  # with the tiles, the fastest of twelve on an H200: docs/results/training_h200.md
 
 
 def inside_chunks_backward(
@@ -48,19 +48,10 @@ def inside_chunks_backward(
         inside_chunk_kernel[(chunks, groups, batch)](
             x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, readers, read, dscores, dd, length, chunks, *strides,
             J=block, CHUNK=chunk, BLOCK=BLOCK, READERS=READERS, HEADS=heads // groups, GROUPS=groups, P=p, WIDTH=_power(p),
-            N=n, STATE=_power(n), MASKED=ids is not None, num_warps=WARPS, num_stages=_stages(x),
+            N=n, STATE=_power(n), MASKED=ids is not None, num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
     return dx, ddt, readers.sum(0) - read, dscores, dd.sum((0, 1, 2))
 
 
 def _power(n: int) -> int:
     return max(16, 1 << (n - 1).bit_length())
-
-
-def _stages(x: torch.Tensor) -> int:
-    """Two where the next head's tiles fit into shared memory beside this one's."""
-    return (
-        2
-        if x.shape[-1] <= 64 and x.is_cuda and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
-        else 1
-    )
