@@ -85,7 +85,7 @@ def weave8(v):
     return tl.reshape(tl.join(even, odd), (8 * n,))
 
 
-# col_blocks as the constant 1 makes loads that never happen, whose zeros of fp32 x the assembler of Triton 3.6 lost on Hopper.
+# col_blocks as the constant 1 makes loads that never happen: Triton 3.6's assembler lost their zeros (fp32 x, on Hopper).
 @triton.jit(do_not_specialize=["rows", "col_blocks"])
 def quantize_kernel(
     x, rows, col_blocks, row_codes, row_scales, column_codes, column_scales,
