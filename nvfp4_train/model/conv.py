@@ -31,6 +31,20 @@ def conv_silu(
     return F.silu(causal_conv1d(x, weight, bias, seq_idx)).to(x.dtype).split(sizes, dim=-1)
 
 
+def split_conv_silu(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
+    before: int,
+    sizes: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """projected [B, S, before + channels + after], split: what is before, `conv_silu` of the channels, what is after."""
+    channels = sum(sizes)
+    z, x, dt = projected.split((before, channels, projected.shape[-1] - before - channels), dim=-1)
+    return (z, *conv_silu(x, weight, bias, seq_idx, sizes), dt)
+
+
 class _CausalConv1d(torch.autograd.Function):
     """With the gradient written out: autograd's own makes several passes over zero-filled copies of every tap.
 
@@ -89,13 +103,13 @@ class CausalConv1d(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, kernel, dtype=torch.float32, device=device))
         self.bias = nn.Parameter(torch.empty(channels, dtype=torch.float32, device=device))
-        self.conv_silu = conv_silu  # or another of its signature: kernels.choose_kernels
+        self.split_conv_silu = split_conv_silu  # or another of its signature: kernels.choose_kernels
 
-    def parts(
-        self, x: Tensor, sizes: tuple[int, int, int], seq_idx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """SiLU of the convolution of x [B, S, C], as parts of the channels; see `conv_silu`."""
-        return self.conv_silu(x, self.weight, self.bias, seq_idx, sizes)
+    def split(
+        self, projected: Tensor, before: int, sizes: tuple[int, int, int], seq_idx: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """in_proj's output split, the channels from `before` on convolved; see `split_conv_silu`."""
+        return self.split_conv_silu(projected, self.weight, self.bias, seq_idx, before, sizes)
 
     def step(self, x: Tensor, state: Tensor) -> Tensor:
         """One token x [B, C]; state [B, k - 1, C] holds the inputs before it and is moved on in place."""

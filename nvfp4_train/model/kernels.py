@@ -18,7 +18,7 @@ from nvfp4_train.model.hybrid import HybridModel, document_numbers
 from nvfp4_train.model.loss import slice_loss, slice_loss_triton
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
-from nvfp4_train.model.triton_conv import conv_silu_triton
+from nvfp4_train.model.triton_conv import split_conv_silu_triton
 
 
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deterministic: bool = True) -> str:
@@ -37,7 +37,7 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
     for module in model.modules():
         if isinstance(module, Mamba2):
             module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
-            module.conv1d.conv_silu = conv.conv_silu if no_conv else conv_silu_triton
+            module.conv1d.split_conv_silu = conv.split_conv_silu if no_conv else split_conv_silu_triton
             module.norm.fused = no_norm is None
     attention = _choose_attention(model, device, deterministic)
     no_loss = reason or _no_triton()

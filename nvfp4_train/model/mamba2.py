@@ -40,8 +40,7 @@ class Mamba2(nn.Module):
 
     def forward(self, x: Tensor | Activation, seq_idx: Tensor | None = None) -> Tensor:
         """x [B, S, hidden_size]; with seq_idx [B, S] convolution and state restart at every document."""
-        z, xBC, dt = self._project(x)
-        xs, B, C = self._heads(*self.conv1d.parts(xBC, self.sizes, seq_idx))
+        z, xs, B, C, dt = self._convolved(self.in_proj(x), seq_idx)
         y = self.scan(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size, seq_idx)
         return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
 
@@ -52,10 +51,10 @@ class Mamba2(nn.Module):
 
     def prefill(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """`forward`, and the empty cache becomes that after the last token."""
-        z, xBC, dt = self._project(x)
-        k = cache["conv"].shape[1]
+        projected = self.in_proj(x)
+        k, xBC = cache["conv"].shape[1], projected.narrow(-1, self.inner, self.conv_channels)
         cache["conv"].copy_(F.pad(xBC, (0, 0, k, 0))[:, xBC.shape[1] :])
-        xs, B, C = self._heads(*self.conv1d.parts(xBC, self.sizes))
+        z, xs, B, C, dt = self._convolved(projected)
         y, state = ssd_prefill(xs, dt, -self.A_log.exp(), B, C, self.D, self.chunk_size)
         cache["ssm"].copy_(state)
         return self.out_proj(self.norm(y.flatten(2), z, into=self.out_proj))
@@ -73,16 +72,20 @@ class Mamba2(nn.Module):
 
     def step(self, x: Tensor | Activation, cache: dict[str, Tensor]) -> Tensor:
         """One token x [B, 1, hidden_size]; both states move on in place."""
-        z, xBC, dt = self._project(x)
+        z, xBC, dt = self.in_proj(x).split((self.inner, self.conv_channels, self.heads), dim=-1)
         xBC = F.silu(self.conv1d.step(xBC[:, 0], cache["conv"])).to(z.dtype)
         xs, B, C = self._heads(*xBC.split(self.sizes, dim=-1))
-        y, state = ssd_step(cache["ssm"], xs, dt[:, 0], -self.A_log.exp(), B, C, self.D)
+        y, state = ssd_step(cache["ssm"], xs, self._positive(dt)[:, 0], -self.A_log.exp(), B, C, self.D)
         cache["ssm"].copy_(state)
         return self.out_proj(self.norm(y.flatten(1)[:, None], z, into=self.out_proj))
 
-    def _project(self, x: Tensor | Activation) -> tuple[Tensor, Tensor, Tensor]:
-        z, xBC, dt = self.in_proj(x).split((self.inner, self.conv_channels, self.heads), dim=-1)
-        return z, xBC, F.softplus(dt.to(accumulation_dtype(dt.dtype)) + self.dt_bias)
+    def _convolved(self, projected: Tensor, seq_idx: Tensor | None = None) -> tuple[Tensor, ...]:
+        """The gate, the scan's x, B and C in heads, and dt."""
+        z, x, B, C, dt = self.conv1d.split(projected, self.inner, self.sizes, seq_idx)
+        return (z, *self._heads(x, B, C), self._positive(dt))
+
+    def _positive(self, dt: Tensor) -> Tensor:
+        return F.softplus(dt.to(accumulation_dtype(dt.dtype)) + self.dt_bias)
 
     def _heads(self, x: Tensor, B: Tensor, C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shape = (self.groups, self.state)

@@ -1,4 +1,4 @@
-"""Convolution and SiLU by our Triton kernels, as a custom operator that torch.compile takes whole."""
+"""Convolution and SiLU by our Triton kernels, as custom operators that torch.compile takes whole."""
 
 from __future__ import annotations
 
@@ -7,11 +7,33 @@ from nvfp4_kernels.triton import conv
 from torch import Tensor
 
 
-def conv_silu_triton(
-    x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, sizes: tuple[int, int, int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`conv.conv_silu` on a GPU. Its parts, and so their gradients, are tensors of their own: nothing is copied together."""
-    return torch.ops.nvfp4_train.conv_silu(x, weight, bias, seq_idx, *sizes)
+def split_conv_silu_triton(
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
+    before: int,
+    sizes: tuple[int, int, int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`conv.split_conv_silu` on a GPU. The convolved parts, and so their gradients, are tensors of their own."""
+    return _SplitConvSilu.apply(projected, weight, bias, seq_idx, before, sizes)
+
+
+class _SplitConvSilu(torch.autograd.Function):
+    """Of a split autograd would put the gradients together in a pass of its own; here the kernel writes into their place."""
+
+    @staticmethod
+    def forward(ctx, projected, weight, bias, seq_idx, before, sizes):
+        ctx.save_for_backward(projected, weight, bias, seq_idx)
+        channels = sum(sizes)
+        z, x, dt = projected.split((before, channels, projected.shape[-1] - before - channels), -1)
+        return (z, *torch.ops.nvfp4_train.conv_silu(x, weight, bias, seq_idx, *sizes), dt)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dz, da, db, dc, ddt):
+        grads = torch.ops.nvfp4_train.split_conv_silu_backward(dz, da, db, dc, ddt, *ctx.saved_tensors)
+        return (*grads, None, None, None)
 
 
 @torch.library.custom_op("nvfp4_train::conv_silu", mutates_args=())
@@ -26,25 +48,28 @@ def _(x, weight, bias, seq_idx, a, b, c):
     return tuple(x.new_empty(*x.shape[:-1], size) for size in (a, b, c))
 
 
-@torch.library.custom_op("nvfp4_train::conv_silu_backward", mutates_args=())
+@torch.library.custom_op("nvfp4_train::split_conv_silu_backward", mutates_args=())
 def _backward(
-    da: Tensor, db: Tensor, dc: Tensor, x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None
+    dz: Tensor,
+    da: Tensor,
+    db: Tensor,
+    dc: Tensor,
+    ddt: Tensor,
+    projected: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return conv.backward((da, db, dc), x, weight, bias, seq_idx)
+    grad = projected.new_empty(projected.shape)
+    sizes = dz.shape[-1], sum(t.shape[-1] for t in (da, db, dc)), ddt.shape[-1]
+    grad_z, grad_x, grad_dt = grad.split(sizes, -1)
+    grad_z.copy_(dz)
+    grad_dt.copy_(ddt)
+    x = projected.split(sizes, -1)[1]
+    _, dweight, dbias = conv.backward((da, db, dc), x, weight, bias, seq_idx, grad_x)
+    return grad, dweight, dbias
 
 
 @_backward.register_fake
-def _(da, db, dc, x, weight, bias, seq_idx):
-    return x.new_empty(x.shape), weight.new_empty(weight.shape), bias.new_empty(bias.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4])
-
-
-def _gradients(ctx, da, db, dc):
-    grads = torch.ops.nvfp4_train.conv_silu_backward(da, db, dc, *ctx.saved_tensors)
-    return (*grads, None, None, None, None)
-
-
-_forward.register_autograd(_gradients, setup_context=_setup_context)
+def _(dz, da, db, dc, ddt, projected, weight, bias, seq_idx):
+    return tuple(t.new_empty(t.shape) for t in (projected, weight, bias))

@@ -150,7 +150,9 @@ def check_conv():
         leaves = [t.double().requires_grad_() for t in (x, weight, bias)]
         y = torch.cat(conv_silu(*leaves, seq_idx, sizes), -1)
         got = conv.forward(x, weight, bias, seq_idx, sizes)
-        grads = conv.backward(dy.split(sizes, -1), x, weight, bias, seq_idx)
+        wide = torch.full((2, length, 40), torch.nan)
+        grads = conv.backward(dy.split(sizes, -1), x, weight, bias, seq_idx, wide[..., 3:35])
+        assert wide[..., :3].isnan().all() and wide[..., 35:].isnan().all()
         wanted = torch.autograd.grad(y, leaves, dy.double())
         # Each sum has at most 26 addends of size below 10, and sigmoid errs by a few ulp: 30 x 10 x 2^-24.
         for result, want in zip((torch.cat(got, -1), *grads), (y, *wanted)):
@@ -289,6 +291,7 @@ build(
 build(blockscaled_kernels.expand_kernel, codes=u8s, scales=u8s, out=bf16s, **size, E4M3=True, BLOCK=128, WIDTH=64)
 pointers = dict.fromkeys(("x", "dx", "out_a", "out_b", "out_c", "grad_a", "grad_b", "grad_c"), bf16s)
 pointers |= {"weight": floats, "bias": floats, "seq_idx": halves, "sums": floats, "batch_stride": i32, "row_stride": i32}
+pointers |= {"dx_batch": i32, "dx_row": i32}
 parts = {"A": 4096, "B": 1024, "C": 1024, "K": 4, "MASKED": True, "WIDTH": conv.WIDTH}
 for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels.backward_kernel, conv.BACKWARD)):
     types = {"length": i32, **pointers, **parts, **chunk}

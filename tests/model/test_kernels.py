@@ -15,14 +15,14 @@ from torch._inductor import config as inductor
 from nvfp4_train.errors import ConfigError
 from nvfp4_train.model import flex, mamba_ssm_scan, triton_conv
 from nvfp4_train.model.attention import Attention
-from nvfp4_train.model.conv import conv_silu
+from nvfp4_train.model.conv import conv_silu, split_conv_silu
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.model.mamba_ssm_scan import ssd_mamba_ssm
 from nvfp4_train.model.mamba_ssm_tiles import TILES, pin
 from nvfp4_train.model.ssd import ssd_chunked
-from nvfp4_train.model.triton_conv import conv_silu_triton
+from nvfp4_train.model.triton_conv import split_conv_silu_triton
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -85,8 +85,8 @@ def conv_inputs(dtype=torch.float32, device="cpu", length=40, sizes=(64, 32, 32)
 
 
 def conv_results(function, leaves, seq_idx, sizes=(64, 32, 32)):
-    """The parts, and the gradients of a sum that weighs every element of them otherwise."""
-    parts = function(leaves[0][..., 64:-8], *leaves[1:], seq_idx, sizes)
+    """The parts of the split, and the gradients of a sum that weighs every element of them otherwise."""
+    parts = function(*leaves, seq_idx, 64, sizes)
     gen = torch.Generator().manual_seed(1)
     # Numbers of bf16: the gradients that bf16 parts receive are rounded to it.
     loss = sum((p.float() * torch.randn(p.shape, generator=gen).bfloat16().to(p.device)).sum() for p in parts)
@@ -99,7 +99,7 @@ class ConvStub:
     forward = staticmethod(lambda *arguments: tuple(part.contiguous() for part in conv_silu(*arguments)))
 
     @staticmethod
-    def backward(grads, x, weight, bias, seq_idx):
+    def backward(grads, x, weight, bias, seq_idx, out):
         leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
 
         def gradients():
@@ -107,18 +107,19 @@ class ConvStub:
             return torch.autograd.grad(parts, leaves, grads)
 
         with ThreadPoolExecutor(1) as pool:  # inside an operator this thread has no autograd
-            return tuple(t.contiguous() for t in pool.submit(gradients).result())
+            dx, dweight, dbias = pool.submit(gradients).result()
+        out.copy_(dx)
+        return out, dweight.contiguous(), dbias
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_convolutions_operator_passes_everything_through(monkeypatch, compiled, masked):
     monkeypatch.setattr(triton_conv, "conv", ConvStub)
-    function = (
-        torch.compile(conv_silu_triton, backend="aot_eager", fullgraph=True) if compiled else conv_silu_triton
-    )
+    function = split_conv_silu_triton
+    function = torch.compile(function, backend="aot_eager", fullgraph=True) if compiled else function
     seq_idx = documents() if masked else None
-    got, want = (conv_results(f, conv_inputs(), seq_idx) for f in (function, conv_silu))
+    got, want = (conv_results(f, conv_inputs(), seq_idx) for f in (function, split_conv_silu))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
@@ -262,13 +263,14 @@ def test_equals_the_reference_on_the_device(masked):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(("length", "sizes"), [(1, (64, 32, 32)), (301, (64, 32, 32)), (515, (520, 24, 264))])
 def test_the_convolution_equals_the_reference_on_the_device(masked, compiled, length, sizes):
-    function = torch.compile(conv_silu_triton, fullgraph=True) if compiled else conv_silu_triton
+    function = split_conv_silu_triton
+    function = torch.compile(function, fullgraph=True) if compiled else function
     seq_idx = documents("cuda", length) if masked else None
     fast = conv_results(function, conv_inputs(torch.bfloat16, "cuda", length, sizes), seq_idx, sizes)
     again = conv_results(function, conv_inputs(torch.bfloat16, "cuda", length, sizes), seq_idx, sizes)
     # The same numbers in fp32, whose gradients the reference doesn't round on the way.
     exact = [t.float().detach().requires_grad_() for t in conv_inputs(torch.bfloat16, "cuda", length, sizes)]
-    for a, b, c in zip(fast, again, conv_results(conv_silu, exact, seq_idx, sizes), strict=True):
+    for a, b, c in zip(fast, again, conv_results(split_conv_silu, exact, seq_idx, sizes), strict=True):
         assert torch.equal(a, b)
         # bf16 rounds once (2^-9 relative); what precedes it is fp32 sums of up to 2 x 515 numbers below 10.
         torch.testing.assert_close(a.float(), c, rtol=2**-8 if a.dtype == torch.bfloat16 else 0, atol=2e-3)

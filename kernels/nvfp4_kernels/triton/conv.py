@@ -60,21 +60,27 @@ def forward(
 
 
 def backward(
-    grads: Parts, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, seq_idx: torch.Tensor | None
+    grads: Parts,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x (contiguous, in its dtype), weight and bias (fp32) of `forward`, from those of its results.
+    """Gradients of x (in its dtype), weight and bias (fp32) of `forward`, from those of its results.
 
+    out: where that of x goes, as x with strides of its own; else into a new contiguous tensor.
     What precedes SiLU is computed again, and nothing but dx is rounded. The weight's gradient is a sum over tokens inside
     chunks, then over chunks, in a fixed order: the same bits every time.
     """
     batch, length, channels = x.shape
     k, chunks = weight.shape[-1], -(-length // BACKWARD["CHUNK"])
     blocks, shape, constants = _arguments(x, weight, seq_idx, tuple(grad.shape[-1] for grad in grads))
-    dx = torch.empty(batch, length, channels, dtype=x.dtype, device=x.device)
+    dx = torch.empty(batch, length, channels, dtype=x.dtype, device=x.device) if out is None else out
     sums = torch.empty(batch * chunks, k + 1, channels, dtype=torch.float32, device=x.device)
     _kernels().backward_kernel[(blocks, chunks, batch)](
         x, weight.contiguous(), bias, _ids(seq_idx), *(grad.contiguous() for grad in grads), dx, sums, *shape,
-        **constants, **BACKWARD,
+        *dx.stride()[:2], **constants, **BACKWARD,
     )  # fmt: skip
     total = sums.sum(0)
     return dx, total[:k].T.contiguous()[:, None], total[k]

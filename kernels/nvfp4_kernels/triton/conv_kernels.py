@@ -181,12 +181,12 @@ def spread(g, partial, taps, document, documents, K: tl.constexpr, MASKED: tl.co
 
 @triton.jit(do_not_specialize=["length"])
 def backward_kernel(
-    x, weight, bias, seq_idx, grad_a, grad_b, grad_c, dx, sums, length, batch_stride, row_stride,
+    x, weight, bias, seq_idx, grad_a, grad_b, grad_c, dx, sums, length, batch_stride, row_stride, dx_batch, dx_row,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, S, A + B + C] contiguous; sums fp32 [B * chunks, K + 1, A + B + C]: each chunk's share of the gradients of the
-    taps, as the weight has them, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
+    """dx [B, S, A + B + C] as x, with strides of its own; sums fp32 [B * chunks, K + 1, A + B + C]: each chunk's share of the
+    gradients of the taps, that of the current token first, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
 
     The gradient of token t is complete K - 1 tokens later; at a chunk's end these belong to the next one.
     """
@@ -196,7 +196,7 @@ def backward_kernel(
     mask = channel < size
     x += batch * batch_stride + first + channel
     grad += batch * length * size + channel
-    dx += batch * length * channels + first + channel
+    dx += batch * dx_batch + first + channel
     sums += (batch * tl.num_programs(1) + chunk) * (K + 1) * channels + first + channel
     taps, b = (
         load_taps(weight, first + channel, mask, K),
@@ -236,7 +236,7 @@ def backward_kernel(
             done, partial = spread(g, partial, taps, document, documents, K, MASKED)
             at = t + r - (K - 1)
             own = inside(channel, size, at >= start and at < end)
-            tl.store(dx + at.to(tl.int64) * channels, done.to(dx.dtype.element_ty), own)
+            tl.store(dx + at.to(tl.int64) * dx_row, done.to(dx.dtype.element_ty), own)
             past = advance(v, past, K)
             if MASKED:
                 documents = advance(document, documents, K)
@@ -252,7 +252,7 @@ def backward_kernel(
         done, partial = spread(g, partial, taps, document, documents, K, MASKED)
         at = stop + r - (K - 1)
         own = inside(channel, size, at >= start and at < end)
-        tl.store(dx + at.to(tl.int64) * channels, done.to(dx.dtype.element_ty), own)
+        tl.store(dx + at.to(tl.int64) * dx_row, done.to(dx.dtype.element_ty), own)
         past = advance(v, past, K)
         if MASKED:
             documents = advance(document, documents, K)
