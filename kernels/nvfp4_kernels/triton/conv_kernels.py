@@ -185,8 +185,8 @@ def backward_kernel(
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """dx [B, S, A + B + C] as x, with strides of its own; sums fp32 [B * chunks, K + 1, A + B + C]: each chunk's share of the
-    gradients of the taps, that of the current token first, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
+    """dx [B, S, A + B + C] as x, with strides of its own; sums fp32 [B * chunks, K + 1, A + B + C]: each chunk's share of
+    the gradients of the taps, as the weight has them, and of the bias. K - 1 <= ROWS, and ROWS divides CHUNK.
 
     The gradient of token t is complete K - 1 tokens later; at a chunk's end these belong to the next one.
     """
