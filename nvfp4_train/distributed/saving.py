@@ -60,6 +60,7 @@ class Saver:
         self._storage, self._group = Storage(folder), group
         self._keep_last, self._keep_every = keep_last, keep_every
         self._host: dict[str, Tensor] = {}
+        self._allocation: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
         self._error: SaveError | None = None
@@ -69,6 +70,13 @@ class Saver:
         """Whether the save in progress has failed; `wait` then raises why."""
         return self._error is not None
 
+    def allocate(self, tensors: dict[str, Any]) -> None:
+        """Get the host memory for saves of such `tensors` behind the loop's back: pinned memory is slow to get, and the
+        first save would wait for it. Where there isn't enough, that save tries again and raises."""
+        shards = {name: _local(tensor) for name, tensor in flatten(tensors).items()}
+        self._allocation = threading.Thread(target=self._allocate, args=(shards,))
+        self._allocation.start()
+
     def save(self, step: int, tokens: int, tensors: dict[str, Any], values: dict[str, Any]) -> None:
         """Start to publish `step_XXXXXXXX`: returns when the tensors may change again.
 
@@ -77,8 +85,14 @@ class Saver:
         """
         start = time.perf_counter()
         self.wait()
+        if self._allocation is not None:
+            self._allocation.join()
+            self._allocation = None
+        copying = time.perf_counter()
         shards, copied = self._copy(tensors)
-        job = _Job(step, tokens, values, shards, copied, start, time.perf_counter() - start)
+        job = _Job(
+            step, tokens, values, shards, copied, start, copying - start, time.perf_counter() - copying
+        )
         self._thread = threading.Thread(target=self._run, args=(job,), daemon=True)
         self._thread.start()
 
@@ -96,6 +110,19 @@ class Saver:
         """Saves published since the last call."""
         done, self._done = self._done, []
         return done
+
+    def _allocate(self, shards: dict[str, Tensor]) -> None:
+        """In a thread, which isn't a daemon: Python would abort in the middle of CUDA's code when it ends."""
+        with contextlib.suppress(RuntimeError):
+            for name, shard in shards.items():
+                if not threading.main_thread().is_alive():
+                    return  # Python ends
+                self._room(name, shard)
+
+    def _room(self, name: str, shard: Tensor) -> Tensor:
+        if name not in self._host:
+            self._host[name] = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+        return self._host[name]
 
     def _copy(self, tensors: dict[str, Any]) -> tuple[dict[str, Any], Copied]:
         """The local shards in host memory, which is kept for the next save, and two events around their copy on a GPU.
@@ -118,26 +145,26 @@ class Saver:
             if isinstance(value, dict):
                 out[key] = self._copy_level(value, f"{name}.")
                 continue
-            local = (value.to_local() if isinstance(value, DTensor) else value).detach()
-            if name not in self._host:
-                self._host[name] = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
-            self._host[name].copy_(local, non_blocking=True)
-            out[key] = HostShard.of(value, self._host[name])
+            local = _local(value)
+            out[key] = HostShard.of(value, self._room(name, local).copy_(local, non_blocking=True))
         return out
 
     def _run(self, job: _Job) -> None:
         """In the thread; whatever goes wrong on one rank goes wrong on all."""
-        name, written, waited = name_of(job.step), None, job.waited
+        name, written, copying = name_of(job.step), None, job.copying
         try:
             if job.copied:
                 job.copied[1].synchronize()
-                waited += job.copied[0].elapsed_time(job.copied[1]) / 1e3
+                # The host queues the copies while the first ones run.
+                copying = max(copying, job.copied[0].elapsed_time(job.copied[1]) / 1e3)
             written = from_first(self._group, lambda: self._storage.begin(name))
             files = self._write(written, job.shards)
             info = describe(job.step, job.tokens, job.values, files)
             warning = from_first(self._group, lambda: self._publish(written, name, info, files))
             size = sum(file["size"] for file in files.values())
-            self._done.append(Saved(job.step, waited, time.perf_counter() - job.start, size, warning))
+            self._done.append(
+                Saved(job.step, job.waited + copying, time.perf_counter() - job.start, size, warning)
+            )
         except (OSError, RuntimeError, CheckpointException) as error:
             if written is not None and rank_in(self._group) == 0:
                 with contextlib.suppress(OSError):
@@ -193,7 +220,8 @@ class _Job:
     shards: dict[str, Any]
     copied: Copied
     start: float  # time.perf_counter()
-    waited: float
+    waited: float  # seconds until the copies began
+    copying: float  # seconds the host was at them
 
 
 @dataclass(frozen=True)
@@ -249,6 +277,10 @@ def save(
     saver.save(step, tokens, tensors, values)
     saver.wait()
     return Path(folder) / name_of(step)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _reason(error: BaseException) -> str:

@@ -186,6 +186,9 @@ def _launch(
     )
     saving = control_group()
     peers.wait_for_disks = (saving, processes.control)  # a rewind has checkpoints checked over the latter
+    saver = Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, saving)
+    if device.type == "cuda":
+        saver.allocate(state.tensors())  # done before the first step has compiled
     with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)
@@ -203,7 +206,7 @@ def _launch(
             console,
             tracker,
             device,
-            Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, saving),
+            saver,
             LaggedMax(control_group()),
             processes,
             sharded.traffic if sharded else Traffic(),

@@ -66,6 +66,7 @@ def write(step, layout, harm=None):
             storage.HashingStream.write = write
         saver = Saver(folder, group=group)
         try:
+            saver.allocate(shards(mesh, layout, WHOLE))
             saver.save(step, step, shards(mesh, layout, {n: t + step for n, t in WHOLE.items()}), {})
             saver.wait()
         except SaveError as error:
