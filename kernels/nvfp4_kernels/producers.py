@@ -29,11 +29,11 @@ def rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """RMSNorm of x, or of x * silu(gate), each of `groups` slices by itself.
 
-    x: bf16 or fp32 [T, n]; gate: bf16 [T, n], rows anywhere, or None; weight: fp32 [n]; n / groups a multiple of 4. Returns
-    y bf16 [T, n], 1 / rms fp32 [T, groups], and amax fp32 [2] of y: raw, and after the transform along tokens (0 without
-    `hadamard`); [0] unless `measured`.
+    x: bf16 or fp32 [T, n]; gate: bf16 [T, n], rows anywhere, or None; weight: fp32 [n]. Returns y bf16 [T, n],
+    1 / rms fp32 [T, groups], and amax fp32 [2] of y: raw, and after the transform along tokens (0 without `hadamard`); [0]
+    unless `measured`. The kernel's lanes own four channels: groups of another width are normed in PyTorch.
     """
-    if gpu.supports(x):
+    if gpu.supports(x) and x.shape[1] // groups % 4 == 0:
         return gpu.rms_norm(x, gate, weight, eps, groups, hadamard, measured)
     v = x.float() if gate is None else x.float() * F.silu(gate.float())
     v = v.unflatten(-1, (groups, -1))

@@ -92,3 +92,12 @@ def test_only_what_is_needed_is_measured():
     linear.fused_producers = True
     assert not isinstance(squared_relu(x, into=linear), Activation)
     assert not producers.fused(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("groups", "by_kernel"), [(4, True), (8, False)])
+def test_the_norms_kernel_is_left_out_where_it_would_lose_channels(groups, by_kernel, monkeypatch):
+    called = []
+    monkeypatch.setattr(producers.gpu, "supports", lambda x: True)
+    monkeypatch.setattr(producers.gpu, "rms_norm", lambda *arguments: called.append(True))
+    producers.rms_norm(torch.ones(16, 48).bfloat16(), None, torch.ones(48), 1e-5, groups, measured=False)
+    assert bool(called) == by_kernel
