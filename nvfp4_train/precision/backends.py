@@ -135,7 +135,7 @@ def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] =
         return (native, f"auto: {machine.gpu}") if reason is None else ("emulated", f"auto: {reason}")
     if cfg.backend not in able:
         raise ConfigError(
-            f"precision.backend={cfg.backend} does not do precision={cfg.name}: set it to {' or '.join(able)}."
+            f"precision.backend={cfg.backend} does not do precision={cfg.name}; {_alternative(cfg, machine)}."
         )
     if reason := BACKENDS[cfg.backend].problem(cfg, machine):
         raise ConfigError(

@@ -107,7 +107,7 @@ def test_the_backend_follows_from_what_is_asked_and_what_is_there(cfg, machine, 
         (
             precision("fp8", "triton"),
             BLACKWELL,
-            "does not do precision=fp8: set it to emulated or cublas or te",
+            "does not do precision=fp8; use precision.backend=emulated or te",
         ),
         (
             precision("fp8", "cublas"),

@@ -252,7 +252,8 @@ def squared_relu(x: torch.Tensor, hadamard) -> tuple[torch.Tensor, torch.Tensor]
     """As `producers.squared_relu`, in one kernel."""
     from nvfp4_kernels.triton.producers import squared_relu_kernel
 
-    y, amax = torch.empty_like(x), torch.zeros(2, dtype=torch.int32, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    amax = torch.zeros(2, dtype=torch.int32, device=x.device)
     grid = min(_tiles(x.shape), 8 * _processors(x.device))
     squared_relu_kernel[(grid,)](
         _words(x), y.view(torch.int64), amax, *x.shape, _sign_bits(hadamard), LANES, num_warps=LANES // 32, **OPTIONS
