@@ -46,12 +46,15 @@ def data(tmp_path_factory) -> list[str]:
 def train(run: pathlib.Path, *words: str) -> tuple[int, str]:
     """(exit code, standard error) of pretrain, in this process."""
     error, argv = io.StringIO(), sys.argv
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
     sys.argv = ["pretrain", *WORDS, *words, f"run_dir={run}"]
     try:
         with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
             return cli.exit_code(pretrain.main), error.getvalue()
     finally:
         sys.argv = argv
+        for number, handler in handlers.items():  # a stopped run ignores more of them, and so would children
+            signal.signal(number, handler)
 
 
 def steps(run: pathlib.Path) -> list[dict]:
