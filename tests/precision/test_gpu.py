@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+from tests.linear_steps import captured
 
 pytestmark = [
     pytest.mark.gpu,
@@ -117,17 +118,11 @@ def test_a_captured_step_replays_with_the_counters_of_its_step():
         y = block(linear, x)
         return y, *torch.autograd.grad(y, (x, linear.weight), dy)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for number in (5, 6):
         linear.rng[1] = number
         graph.replay()
-        assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
 
 
 def test_forward_keeps_at_most_three_tenths_of_bf16_for_backward():

@@ -17,6 +17,7 @@ from nvfp4_train.precision.native_fp8 import Fp8Linear
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
 from nvfp4_train.training.metrics import read_metrics
 from tests.fp8_bound import bound
+from tests.linear_steps import captured
 from tests.text import data_words
 from tests.tiny import TINY
 
@@ -103,15 +104,9 @@ def test_compiled_recomputed_and_captured_give_the_same_bits():
         y = block(linear, x)
         return y, *torch.autograd.grad(y, (x, linear.weight), dy)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     graph.replay()
-    assert all(torch.equal(got, e) for got, e in zip(captured, expected, strict=True))
+    assert all(torch.equal(got, e) for got, e in zip(results, expected, strict=True))
 
 
 def test_any_number_of_tokens_can_be_predicted():

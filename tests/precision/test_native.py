@@ -6,6 +6,7 @@ import torch
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.native import NativeLinear
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+from tests.linear_steps import forward_and_gradients
 
 N_IN, N_OUT, TOKENS = 80, 48, 32
 FULL = frozenset(OPERANDS)
@@ -29,13 +30,7 @@ def build(plan, native):
 
 
 def run(linear, call=None):
-    draw = torch.Generator().manual_seed(1)
-    x = torch.randn(2, TOKENS // 2, N_IN, generator=draw).bfloat16().requires_grad_()
-    dy = torch.randn(2, TOKENS // 2, N_OUT, generator=draw).bfloat16()
-    linear.weight.grad = None
-    y = (linear if call is None else call)(x)
-    y.backward(dy)
-    return y.detach(), x.grad, linear.weight.grad
+    return forward_and_gradients(linear, TOKENS, call)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

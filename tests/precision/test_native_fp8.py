@@ -11,6 +11,7 @@ from nvfp4_train.precision import runtime as runtime_module
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.native_fp8 import Fp8Linear
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
+from tests.linear_steps import forward_and_gradients
 from tests.precision.test_linear import Model
 
 N_IN, N_OUT, TOKENS = 208, 144, 160  # no whole number of blocks of 128
@@ -40,13 +41,7 @@ def build(plan=PLANS["all"], native=True):
 
 
 def run(linear, call=None, tokens=TOKENS):
-    draw = torch.Generator().manual_seed(1)
-    x = torch.randn(2, tokens // 2, N_IN, generator=draw).bfloat16().requires_grad_()
-    dy = torch.randn(2, tokens // 2, N_OUT, generator=draw).bfloat16()
-    linear.weight.grad = None
-    y = (linear if call is None else call)(x)
-    y.backward(dy)
-    return y.detach(), x.grad, linear.weight.grad
+    return forward_and_gradients(linear, tokens, call)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -54,7 +54,7 @@ def forward(
     blocks, shape, constants = _arguments(x, weight, seq_idx, sizes)
     out = tuple(torch.empty(batch, length, size, dtype=x.dtype, device=x.device) for size in sizes)
     _kernels().forward_kernel[(blocks, -(-length // FORWARD["CHUNK"]), batch)](
-        x, weight.contiguous(), bias, _ids(seq_idx), *out, *shape, **constants, **FORWARD
+        x, weight.contiguous(), bias, document_ids(seq_idx), *out, *shape, **constants, **FORWARD
     )
     return out
 
@@ -79,12 +79,13 @@ def backward(
     dx = torch.empty(batch, length, channels, dtype=x.dtype, device=x.device) if out is None else out
     sums = torch.empty(batch * chunks, k + 1, channels, dtype=torch.float32, device=x.device)
     _kernels().backward_kernel[(blocks, chunks, batch)](
-        x, weight.contiguous(), bias, _ids(seq_idx), *(grad.contiguous() for grad in grads), dx, sums, *shape,
+        x, weight.contiguous(), bias, document_ids(seq_idx), *(grad.contiguous() for grad in grads), dx, sums, *shape,
         *dx.stride()[:2], **constants, **BACKWARD,
     )  # fmt: skip
     total = sums.sum(0)
     return dx, total[:k].T.contiguous()[:, None], total[k]
 
 
-def _ids(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+def document_ids(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
+    """Document numbers as the kernels read them: int32, contiguous."""
     return None if seq_idx is None else seq_idx.to(torch.int32).contiguous()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nvfp4_kernels.triton.conv import document_ids
+
 BLOCK, READERS = 64, 64  # tokens of a program, and readers of them at a time
 LARGEST_CHUNK = 128  # of longer ones a program's tiles would not stay in registers
 WARPS, STAGES = 4, 1  # with the tiles, the fastest of twelve on an H200: docs/results/training_h200.md
@@ -42,7 +44,7 @@ def inside_chunks_backward(
     readers, read = torch.zeros(blocks, *decay.shape, **fp32), torch.empty_like(decay)
     dscores = torch.zeros(batch, chunks, groups, chunk, chunk, **fp32)
     dd = torch.empty(blocks, batch, chunks, heads, **fp32)
-    ids = None if seq_idx is None else seq_idx.to(torch.int32).contiguous()
+    ids = document_ids(seq_idx)
     strides = [s for t in (x, dy, b, c, dx) for s in t.stride()[:2]]
     for block in range(blocks):
         inside_chunk_kernel[(chunks, groups, batch)](
