@@ -176,6 +176,15 @@ def check_scan():
     check(None, torch.float32, "cpu")
     check(DOCUMENTS, torch.float32, "cpu")
 
+def check_scan_output():
+    from tests.kernels.test_scan_output import DOCUMENTS, check, check_decay
+
+    for block in (64, 128):
+        check(None, torch.float32, "cpu", block)
+        check(DOCUMENTS, torch.float32, "cpu", block, head_dim=16)
+    check_decay(200, 20, 128, "cpu")
+    check_decay(64, 3, 64, "cpu")
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -190,6 +199,7 @@ CASES = {
     "convolution": "check_conv()",
     "cross entropy": "check_cross_entropy()",
     "scan": "check_scan()",
+    "scan's output": "check_scan_output()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -218,6 +228,7 @@ from nvfp4_kernels.native import fp8_kernels
 from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_entropy, kernels, producers
 from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
 from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, kernels, producers, scan, scan_kernels
+from nvfp4_kernels.triton import scan_decay, scan_decay_kernels, scan_output, scan_output_kernels
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -302,6 +313,15 @@ types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx"), bf16s) | {"seq_id
 types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dscores", "dd"), floats)
 types |= {"J": 0, "CHUNK": 128, "BLOCK": scan.BLOCK, "READERS": scan.READERS, "HEADS": 8, "GROUPS": 8, "MASKED": True}
 build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types | {"P": 64, "WIDTH": 64, "N": 128, "STATE": 128})
+types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
+types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)
+types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": scan_output.BLOCK, "HEADS": 8, "GROUPS": 8, "PARTS": scan_output.PARTS}
+types |= {"P": 80, "WIDTH": 64, "REST": 16, "N": 128, "STATE": 128, "MASKED": True, "STAGES": scan_output.STAGES}
+build(scan_output_kernels.output_kernel, scan_output.WARPS, **types)
+sizes = dict.fromkeys(("length", "heads", "chunks", "dt_batch", "dt_row", "dt_head"), i32) | {"CHUNK": 128}
+for kernel in (scan_decay_kernels.decay_kernel, scan_decay_kernels.decay_backward_kernel):
+    types = dict.fromkeys(kernel.arg_names, floats) | sizes | {"HEADS": scan_decay.HEADS}
+    build(kernel, scan_decay.WARPS, **types)
 """
 
 

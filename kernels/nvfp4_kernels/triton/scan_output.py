@@ -1,0 +1,54 @@
+"""PyTorch tensors in and out of the kernel of the scan's output."""
+
+from __future__ import annotations
+
+import torch
+
+from nvfp4_kernels.triton.conv import document_ids
+
+BLOCK, WARPS, STAGES = 64, 4, 2  # tokens of a program, its warps, and heads under way
+PARTS = 1  # programs that share a group's heads
+
+
+def chunk_outputs(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    decay: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    states: torch.Tensor,
+    d: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+) -> torch.Tensor:
+    """y_i = exp(a_i) C_i state^T + sum_{j <= i} (C_i B_j) exp(a_i - a_j) dt_j x_j + D x_i in every chunk.
+
+    x: [B, S, heads, P], the last dimension contiguous and heads next to each other; b, c: [B, S, groups, N] likewise, all of
+    one dtype; dt, decay: fp32 [B, heads, chunks, chunk], contiguous, decay the running sums a of dt A (A < 0) as
+    `scan_decay.chunk_decay` gives them; states: [B, chunks, heads, P, N], contiguous, what a chunk begins with; d: fp32
+    [heads]; seq_idx: int32 [B, S] or None: tokens don't see another document's, and a chunk's state is that of the document
+    that the chunk before ended with.
+
+    Returns y [B, S, heads, P], contiguous, in x's dtype. With bf16, the factors of x_j and the states are rounded to bf16;
+    sums are fp32, in a fixed order. Raises ValueError for a chunk that is not 64 or 128 tokens.
+    """
+    from nvfp4_kernels.triton.scan_output_kernels import output_kernel
+
+    (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
+    chunks, chunk = dt.shape[2:]
+    if chunk not in (64, 128):
+        raise ValueError(f"the scan's output kernel takes chunks of 64 or 128 tokens, not {chunk}")
+    block = min(BLOCK, chunk)
+    width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 would not stay in registers
+    y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
+    ids = document_ids(seq_idx)
+    strides = [s for t in (x, b, c) for s in t.stride()[:2]]
+    output_kernel[(chunks * (chunk // block), groups * PARTS, batch)](
+        x, dt, decay, b, c, states, d, ids, y, length, chunks, *strides, CHUNK=chunk, BLOCK=block, HEADS=heads // groups,
+        GROUPS=groups, PARTS=PARTS, P=p, WIDTH=width, REST=_power(p - width), N=n, STATE=_power(n), MASKED=ids is not None,
+        STAGES=STAGES, num_warps=WARPS,
+    )  # fmt: skip
+    return y
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length()) if n > 0 else 0
