@@ -28,18 +28,15 @@ def expected(x, dt, decay, b, c, states, d, ids):
     return carried + inside + d[:, None] * x, sizes
 
 
-def check(ids, dtype, device, block=None, **sizes):
+def check(ids, dtype, device, tiles=None, **sizes):
     from nvfp4_kernels.triton import scan_output
 
     x, _, *rest = inputs(dtype, **sizes)
     want, terms = expected(x, *rest, ids)
     on_device = [t.to(device) for t in (x, *rest)] + [None if ids is None else ids.to(device)]
-    chosen = scan_output.BLOCK
-    scan_output.BLOCK = block or chosen
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scan_output, "TILES", tiles or scan_output.TILES)
         got, again = (scan_output.chunk_outputs(*on_device) for _ in range(2))
-    finally:
-        scan_output.BLOCK = chosen
     assert got.dtype == dtype and got.is_contiguous() and torch.equal(got, again)
     # fp32 sums of up to 2 x 128 products; with bf16 the factors of x and y are rounded, each by at most 2^-9 of its size.
     bf16 = 0.0 if dtype == torch.float32 else 2.0**-9
@@ -88,12 +85,12 @@ def check_decay(length, heads, chunk, device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("tiles", [((64, 4, 2),), ((128, 8, 3),)])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("head_dim", [32, 64, 80])
-def test_equals_its_formula_on_the_device(head_dim, masked, block):
+def test_equals_its_formula_on_the_device(head_dim, masked, tiles):
     ids = DOCUMENTS if masked else None
-    check(ids, torch.bfloat16, "cuda", block, heads=16, groups=2, head_dim=head_dim, state=128)
+    check(ids, torch.bfloat16, "cuda", tiles, heads=16, groups=2, head_dim=head_dim, state=128)
 
 
 @pytest.mark.gpu

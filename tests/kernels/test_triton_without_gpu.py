@@ -179,9 +179,9 @@ def check_scan():
 def check_scan_output():
     from tests.kernels.test_scan_output import DOCUMENTS, check, check_decay
 
-    for block in (64, 128):
-        check(None, torch.float32, "cpu", block)
-        check(DOCUMENTS, torch.float32, "cpu", block, head_dim=16)
+    for tiles in (64, 4, 2), (128, 8, 3):
+        check(None, torch.float32, "cpu", [tiles])
+        check(DOCUMENTS, torch.float32, "cpu", [tiles], head_dim=16)
     check_decay(200, 20, 128, "cpu")
     check_decay(64, 3, 64, "cpu")
 
@@ -313,11 +313,12 @@ types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx"), bf16s) | {"seq_id
 types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dscores", "dd"), floats)
 types |= {"J": 0, "CHUNK": 128, "BLOCK": scan.BLOCK, "READERS": scan.READERS, "HEADS": 8, "GROUPS": 8, "MASKED": True}
 build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types | {"P": 64, "WIDTH": 64, "N": 128, "STATE": 128})
+tiles = scan_output.TILES[0]
 types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)
-types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": scan_output.BLOCK, "HEADS": 8, "GROUPS": 8, "PARTS": scan_output.PARTS}
-types |= {"P": 80, "WIDTH": 64, "REST": 16, "N": 128, "STATE": 128, "MASKED": True, "STAGES": scan_output.STAGES}
-build(scan_output_kernels.output_kernel, scan_output.WARPS, **types)
+types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": tiles[0], "HEADS": 8, "GROUPS": 8, "PARTS": scan_output.PARTS}
+types |= {"P": 80, "WIDTH": 64, "REST": 16, "N": 128, "STATE": 128, "MASKED": True, "STAGES": tiles[2]}
+build(scan_output_kernels.output_kernel, tiles[1], **types)
 sizes = dict.fromkeys(("length", "heads", "chunks", "dt_batch", "dt_row", "dt_head"), i32) | {"CHUNK": 128}
 for kernel in (scan_decay_kernels.decay_kernel, scan_decay_kernels.decay_backward_kernel):
     types = dict.fromkeys(kernel.arg_names, floats) | sizes | {"HEADS": scan_decay.HEADS}

@@ -6,8 +6,10 @@ import torch
 
 from nvfp4_kernels.triton.conv import document_ids
 
-BLOCK, WARPS, STAGES = 64, 4, 2  # tokens of a program, its warps, and heads under way
+# Tokens of a program, its warps, and heads under way at once: the first that fits into the GPU's shared memory.
+TILES = (128, 8, 3), (64, 4, 2), (64, 4, 1)
 PARTS = 1  # programs that share a group's heads
+OTHER_BYTES = 16384  # at most, of a program's shared memory: dt and sums, and what the compiler needs to rearrange tiles
 
 
 def chunk_outputs(
@@ -37,17 +39,29 @@ def chunk_outputs(
     chunks, chunk = dt.shape[2:]
     if chunk not in (64, 128):
         raise ValueError(f"the scan's output kernel takes chunks of 64 or 128 tokens, not {chunk}")
-    block = min(BLOCK, chunk)
     width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 would not stay in registers
+    rest, state = _power(p - width), _power(n)
+    block, warps, stages = _tiles(chunk, width + rest, state, x)
     y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
     ids = document_ids(seq_idx)
     strides = [s for t in (x, b, c) for s in t.stride()[:2]]
     output_kernel[(chunks * (chunk // block), groups * PARTS, batch)](
         x, dt, decay, b, c, states, d, ids, y, length, chunks, *strides, CHUNK=chunk, BLOCK=block, HEADS=heads // groups,
-        GROUPS=groups, PARTS=PARTS, P=p, WIDTH=width, REST=_power(p - width), N=n, STATE=_power(n), MASKED=ids is not None,
-        STAGES=STAGES, num_warps=WARPS,
+        GROUPS=groups, PARTS=PARTS, P=p, WIDTH=width, REST=rest, N=n, STATE=state, MASKED=ids is not None, STAGES=stages,
+        num_warps=warps,
     )  # fmt: skip
     return y
+
+
+def _tiles(chunk: int, width: int, state: int, x: torch.Tensor) -> tuple[int, int, int]:
+    """Of TILES the first whose C, states, x and y fit into a program's shared memory, else the last."""
+    limit = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**30
+    for block, warps, stages in TILES:
+        block = min(block, chunk)
+        elements = (block + stages * width) * state + ((stages - 1) * chunk + block) * width
+        if elements * x.element_size() + OTHER_BYTES <= limit:
+            break
+    return block, warps, stages
 
 
 def _power(n: int) -> int:
