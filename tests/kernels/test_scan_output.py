@@ -37,7 +37,9 @@ def check(ids, dtype, device, tiles=None, **sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan_output, "TILES", tiles or scan_output.TILES)
         got, again = (scan_output.chunk_outputs(*on_device) for _ in range(2))
-    assert got.dtype == dtype and got.is_contiguous() and torch.equal(got, again)
+    assert got.dtype == dtype
+    assert got.is_contiguous()
+    assert torch.equal(got, again)
     # fp32 sums of up to 2 x 128 products; with bf16 the factors of x and y are rounded, each by at most 2^-9 of its size.
     bf16 = 0.0 if dtype == torch.float32 else 2.0**-9
     end = torch.arange(CHUNKS * CHUNK).view(CHUNKS, CHUNK, 1, 1) < LENGTH

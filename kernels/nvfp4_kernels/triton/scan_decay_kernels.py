@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def decay_kernel(
-    dt, a, steps, decay, length, heads, chunks, dt_batch, dt_row, dt_head, CHUNK: tl.constexpr, HEADS: tl.constexpr
-):
+    dt, a, steps, decay, length, heads, chunks, dt_batch, dt_row, dt_head, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """steps and its running sums times A, fp32 [B, heads, chunks, CHUNK]: program (chunk, HEADS heads, batch).
 
     dt: fp32 [B, S, heads], taken as 0 past S; a: fp32 [heads].
@@ -50,6 +50,7 @@ def decay_backward_kernel(
         grad += tl.load(after + at, here, 0.0)
     there = here & (token < length)[None, :]
     read = dt + batch * dt_batch + token.to(tl.int64)[None, :] * dt_row + head[:, None] * dt_head
-    tl.store(da + (batch * chunks + chunk) * heads + head, tl.sum(grad * tl.load(read, there, 0.0), 1), head < heads)
+    by_chunk = tl.sum(grad * tl.load(read, there, 0.0), 1)
+    tl.store(da + (batch * chunks + chunk) * heads + head, by_chunk, head < heads)
     grad = grad * tl.load(a + head, head < heads, 0.0)[:, None] + tl.load(dsteps + at, here, 0.0)
     tl.store(ddt + (batch * length + token[None, :]) * heads + head[:, None], grad, there)

@@ -6,7 +6,7 @@ import torch
 
 from nvfp4_kernels.triton.conv import document_ids
 
-# Tokens of a program, its warps, and heads under way at once: the first that fits into the GPU's shared memory.
+# Tokens of a program, its warps, and the stages of its loop over heads: the first that fits into the GPU's shared memory.
 TILES = (128, 8, 3), (64, 4, 2), (64, 4, 1)
 PARTS = 1  # programs that share a group's heads
 OTHER_BYTES = 16384  # at most, of a program's shared memory: dt and sums, and what the compiler needs to rearrange tiles
@@ -39,7 +39,7 @@ def chunk_outputs(
     chunks, chunk = dt.shape[2:]
     if chunk not in (64, 128):
         raise ValueError(f"the scan's output kernel takes chunks of 64 or 128 tokens, not {chunk}")
-    width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 would not stay in registers
+    width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 need too many registers
     rest, state = _power(p - width), _power(n)
     block, warps, stages = _tiles(chunk, width + rest, state, x)
     y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
@@ -54,14 +54,14 @@ def chunk_outputs(
 
 
 def _tiles(chunk: int, width: int, state: int, x: torch.Tensor) -> tuple[int, int, int]:
-    """Of TILES the first whose C, states, x and y fit into a program's shared memory, else the last."""
+    """Of TILES the first inside a chunk whose C, states, x and y fit into a program's shared memory, else the last."""
     limit = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin if x.is_cuda else 2**30
-    for block, warps, stages in TILES:
-        block = min(block, chunk)
+    for tiles in TILES:
+        block, _, stages = tiles
         elements = (block + stages * width) * state + ((stages - 1) * chunk + block) * width
-        if elements * x.element_size() + OTHER_BYTES <= limit:
+        if block <= chunk and elements * x.element_size() + OTHER_BYTES <= limit:
             break
-    return block, warps, stages
+    return tiles
 
 
 def _power(n: int) -> int:

@@ -22,7 +22,7 @@ def output_rows(
     I: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr,
     N: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Block I of a chunk with `rows` tokens from token `start` on; pointers to the chunk's first token or its own tensors."""
+    """Block I of a chunk that begins at token `start`, `rows` tokens before the end; pointers are to this chunk."""
     PIECES: tl.constexpr = 1 if REST == 0 else 2
     i, n = I * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE)
     c_i = load_tile(c, c_row, i, n, rows, N)
@@ -92,7 +92,7 @@ def output_kernel(
 
     x, y: [B, S, GROUPS x HEADS, P], y contiguous; b, c: [B, S, GROUPS, N]; dt, decay (the sums a): fp32 [B, heads, chunks,
     CHUNK]; states: [B, chunks, heads, P, N], those that chunks begin with; d: fp32 [heads]; seq_idx: int32 [B, S] or unused.
-    WIDTH + REST, at least P, and STATE, at least N: powers of two, and REST may be 0. CHUNK is BLOCK or twice that.
+    WIDTH + REST, at least P, and STATE, at least N: powers of two, and REST may be 0.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
     MINE: tl.constexpr = HEADS // PARTS
@@ -107,13 +107,10 @@ def output_kernel(
     states += ((batch * chunks + chunk) * ALL + first) * (P * N)
     if MASKED:
         seq_idx += token
-    if BLOCKS == 1 or tl.program_id(0) % BLOCKS == 0:
-        output_rows(
-            x, dt + sums, decay + sums, b, c, states, d + first, seq_idx, y + (token * ALL + first) * P, start, length - start,
-            chunks * CHUNK, x_row, b_row, c_row, ALL * P, 0, BLOCK, MINE, P, WIDTH, REST, N, STATE, MASKED, STAGES,
-        )  # fmt: skip
-    else:
-        output_rows(
-            x, dt + sums, decay + sums, b, c, states, d + first, seq_idx, y + (token * ALL + first) * P, start, length - start,
-            chunks * CHUNK, x_row, b_row, c_row, ALL * P, 1, BLOCK, MINE, P, WIDTH, REST, N, STATE, MASKED, STAGES,
-        )  # fmt: skip
+    for block in tl.static_range(BLOCKS):
+        if tl.program_id(0) % BLOCKS == block:
+            output_rows(
+                x, dt + sums, decay + sums, b, c, states, d + first, seq_idx, y + (token * ALL + first) * P, start,
+                length - start, chunks * CHUNK, x_row, b_row, c_row, ALL * P, block, BLOCK, MINE, P, WIDTH, REST, N, STATE,
+                MASKED, STAGES,
+            )  # fmt: skip
