@@ -171,10 +171,11 @@ def check_cross_entropy():
     check_non_finite(300, "cpu")
 
 def check_scan():
-    from tests.kernels.test_scan import DOCUMENTS, check
+    from tests.kernels import test_scan, test_scan_bc
 
-    check(None, torch.float32, "cpu")
-    check(DOCUMENTS, torch.float32, "cpu")
+    for ids in (None, test_scan.DOCUMENTS):
+        test_scan.check(ids, torch.float32, "cpu")
+        test_scan_bc.check(ids, torch.float32, "cpu")
 
 def check_scan_output():
     from tests.kernels.test_scan_output import DOCUMENTS, check, check_decay
@@ -227,8 +228,8 @@ from triton.compiler import ASTSource, compile
 from nvfp4_kernels.native import fp8_kernels
 from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_entropy, kernels, producers
 from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
-from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, kernels, producers, scan, scan_kernels
 from nvfp4_kernels.triton import scan_decay, scan_decay_kernels, scan_output, scan_output_kernels
+from nvfp4_kernels.triton import scan, scan_bc, scan_bc_kernels, scan_kernels
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -310,7 +311,7 @@ for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels
     assert "cvt.rn.bf16" in ptx
 types = dict.fromkeys(scan_kernels.inside_chunk_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx"), bf16s) | {"seq_idx": halves}
-types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dscores", "dd"), floats)
+types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dd"), floats) | {"dscores": bf16s}
 types |= {"J": 0, "CHUNK": 128, "BLOCK": scan.BLOCK, "READERS": scan.READERS, "HEADS": 8, "GROUPS": 8, "MASKED": True}
 build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types | {"P": 64, "WIDTH": 64, "N": 128, "STATE": 128})
 tiles = scan_output.TILES[0]
@@ -323,6 +324,12 @@ sizes = dict.fromkeys(("length", "heads", "chunks", "dt_batch", "dt_row", "dt_he
 for kernel in (scan_decay_kernels.decay_kernel, scan_decay_kernels.decay_backward_kernel):
     types = dict.fromkeys(kernel.arg_names, floats) | sizes | {"HEADS": scan_decay.HEADS}
     build(kernel, scan_decay.WARPS, **types)
+types = dict.fromkeys(scan_bc_kernels.bc_kernel.arg_names, i32) | dict.fromkeys(("dt", "decay", "shares"), floats)
+types |= dict.fromkeys(("rows", "states", "own", "other", "dscores", "out"), bf16s) | {"seq_idx": halves}
+types |= {"CHUNK": 128, "TOKENS": scan_bc.TOKENS, "TILE": scan_bc.TILE, "HEADS": 16, "GROUPS": 8, "P": 80, "LAST": 16}
+types |= {"PART": scan_bc.PART, "N": 128, "STATE": 128, "MASKED": True}
+for of_b in (True, False):
+    build(scan_bc_kernels.bc_kernel, scan_bc.WARPS, **types | {"OF_B": of_b})
 """
 
 

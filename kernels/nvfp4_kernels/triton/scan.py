@@ -29,8 +29,9 @@ def inside_chunks_backward(
     contiguous, the gradient of the state that a chunk leaves; d: fp32 [heads]; seq_idx: int32 [B, S] or None.
 
     Returns dx (with the skip d and the state's share, x's dtype); ddt fp32 as dt, without decay's share; ddecay fp32 as
-    decay, of the products inside chunks; dscores fp32 [B, chunks, groups, chunk (j), chunk (i)], the gradient of C_i B_j;
-    dd fp32 [heads]. Sums in a fixed order. Raises ValueError for a chunk that is not 64 or 128 tokens.
+    decay, of the products inside chunks; dscores [B, chunks, groups, chunk (j), chunk (i)], the gradient of C_i B_j, in b's
+    dtype, as the products with B and C need it; dd fp32 [heads]. Sums in a fixed order. Raises ValueError for a chunk that
+    is not 64 or 128 tokens.
     """
     from nvfp4_kernels.triton.scan_kernels import inside_chunk_kernel
 
@@ -42,7 +43,7 @@ def inside_chunks_backward(
     fp32 = {"dtype": torch.float32, "device": x.device}
     dx, ddt = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device), torch.empty_like(dt)
     readers, read = torch.zeros(blocks, *decay.shape, **fp32), torch.empty_like(decay)
-    dscores = torch.zeros(batch, chunks, groups, chunk, chunk, **fp32)
+    dscores = torch.zeros(batch, chunks, groups, chunk, chunk, dtype=b.dtype, device=b.device)
     dd = torch.empty(blocks, batch, chunks, heads, **fp32)
     ids = document_ids(seq_idx)
     strides = [s for t in (x, dy, b, c, dx) for s in t.stride()[:2]]

@@ -35,7 +35,7 @@ def inside_chunk_kernel(
     x, dy, dx: [B, S, GROUPS x HEADS, P]; b, c: [B, S, GROUPS, N]; dt, decay (the sums a), ddt: fp32 [B, heads, chunks,
     CHUNK]; dstates: [B, chunks, heads, P, N], what the state after a chunk is worth; d: fp32 [heads]; seq_idx: int32 [B, S]
     or unused. The gradient of a is readers - read: read as decay, readers fp32 [CHUNK / BLOCK, B, heads, chunks, CHUNK], of
-    which row J is not written before i = J x BLOCK; dscores: fp32 [B, chunks, GROUPS, CHUNK (j), CHUNK (i)], that of S,
+    which row J is not written before i = J x BLOCK; dscores: [B, chunks, GROUPS, CHUNK (j), CHUNK (i)], that of S,
     likewise; dd: fp32 [CHUNK / BLOCK, B, chunks, heads]. WIDTH, STATE: powers of two, at least P and N.
     """
     chunk, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -111,4 +111,4 @@ def inside_chunk_kernel(
     dscores += ((batch * chunks + chunk) * GROUPS + group) * (CHUNK * CHUNK)
     for k in tl.static_range(TILES):
         i = J * BLOCK + k * READERS + tl.arange(0, READERS)
-        tl.store(dscores + j[:, None] * CHUNK + i[None, :], dscore[k])
+        tl.store(dscores + j[:, None] * CHUNK + i[None, :], dscore[k].to(dscores.dtype.element_ty))
