@@ -16,7 +16,8 @@ def chunk_decay(dt: torch.Tensor, a: torch.Tensor, chunk: int) -> tuple[torch.Te
 
     batch, length, heads = dt.shape
     chunks = -(-length // chunk)
-    steps, decay = (torch.empty(batch, heads, chunks, chunk, device=dt.device) for _ in range(2))
+    shape = batch, heads, chunks, chunk
+    steps, decay = (torch.empty(shape, dtype=torch.float32, device=dt.device) for _ in range(2))
     decay_kernel[(chunks, -(-heads // HEADS), batch)](
         dt, a, steps, decay, length, heads, chunks, *dt.stride(), CHUNK=chunk, HEADS=HEADS, num_warps=WARPS
     )
