@@ -1,0 +1,82 @@
+"""PyTorch tensors in and out of the kernels that pass states through the chunks of Mamba-2's scan."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from nvfp4_kernels.triton.conv import document_ids
+
+CHUNKS = 64, 128  # tokens; of longer ones a program's tiles would not fit into shared memory
+# Heads of a program, its part of one head's state, warps, and stages of the loop over chunks.
+FORWARD = {"heads": 1, "numbers": 8192, "num_warps": 4, "num_stages": 2}
+BACKWARD = {"heads": 1, "numbers": 8192, "num_warps": 4, "num_stages": 2}
+
+
+def chunk_states(
+    x: torch.Tensor, b: torch.Tensor, dt: torch.Tensor, decay: torch.Tensor, seq_idx: torch.Tensor | None
+) -> torch.Tensor:
+    """The state that each chunk begins with, [B, chunks, heads, P, N] in b's dtype, zeros for the first.
+
+    x: [B, S, heads, P], the last dimension contiguous and heads next to each other; b: [B, S, groups, N] likewise; dt,
+    decay: fp32 [B, heads, chunks, chunk], contiguous, decay the running sums of dt A; seq_idx: int32 [B, S], in every row
+    non-decreasing, or None. x weighted by dt and decay is rounded to its dtype, then a sequence's states are fp32 sums,
+    each rounded once. Raises ValueError for a chunk that is not 64 or 128 tokens.
+    """
+    from nvfp4_kernels.triton.scan_states_kernels import states_kernel
+
+    states = torch.empty(*_shape(x, b, decay), dtype=b.dtype, device=x.device)
+    grid, constants = _layout(x, b, decay, seq_idx, FORWARD)
+    states_kernel[grid](
+        x, b, dt, decay, document_ids(seq_idx), states, x.shape[1], decay.shape[2], *x.stride()[:2], *b.stride()[:2],
+        **constants,
+    )  # fmt: skip
+    return states
+
+
+def chunk_states_backward(
+    c: torch.Tensor, dy: torch.Tensor, decay: torch.Tensor, states: torch.Tensor, seq_idx: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the states that chunks leave are worth to later chunks, and the gradient of decay's last sums through them.
+
+    c: [B, S, groups, N] and dy: [B, S, heads, P], as b and x of `chunk_states`; decay, seq_idx: as there; states: its
+    result. Returns dstates [B, chunks, heads, P, N] in dy's dtype, zeros for the last chunk, and fp32 [B, heads, chunks],
+    the gradient of decay[..., -1] that comes from scaling the state a chunk begins with, sums in a fixed order. Raises
+    ValueError for a chunk that is not 64 or 128 tokens.
+    """
+    from nvfp4_kernels.triton.scan_states_kernels import states_backward_kernel
+
+    dstates = torch.empty(*_shape(dy, c, decay), dtype=dy.dtype, device=dy.device)
+    grid, constants = _layout(dy, c, decay, seq_idx, BACKWARD)
+    dtotal = torch.empty(grid[0], *decay.shape[:3], dtype=torch.float32, device=dy.device)
+    states_backward_kernel[grid](
+        c, dy, decay, states, document_ids(seq_idx), dstates, dtotal, dy.shape[1], decay.shape[2], *c.stride()[:2],
+        *dy.stride()[:2], **constants,
+    )  # fmt: skip
+    return dstates, dtotal[0] if grid[0] == 1 else dtotal.sum(0)
+
+
+def _shape(x: torch.Tensor, b: torch.Tensor, decay: torch.Tensor) -> tuple[int, ...]:
+    return x.shape[0], decay.shape[2], x.shape[2], x.shape[3], b.shape[3]
+
+
+def _layout(
+    x: torch.Tensor, b: torch.Tensor, decay: torch.Tensor, seq_idx: torch.Tensor | None, tile: dict[str, int]
+) -> tuple[tuple[int, int, int], dict]:
+    """Grid and constants of both kernels."""
+    (batch, _, heads, p), (groups, n), chunk = x.shape, b.shape[2:], decay.shape[3]
+    if chunk not in CHUNKS:
+        raise ValueError(f"the kernels of the scan's states take chunks of 64 or 128 tokens, not {chunk}")
+    width = _power(p)
+    own = math.gcd(tile["heads"], heads // groups)
+    part = min(_power(n), max(16, tile["numbers"] // width))
+    constants = {
+        "CHUNK": chunk, "HEADS": own, "GROUP_HEADS": heads // groups, "GROUPS": groups, "P": p, "WIDTH": width, "N": n,
+        "SLICE": part, "MASKED": seq_idx is not None,
+    }  # fmt: skip
+    return (-(-n // part), heads // own, batch), constants | {k: tile[k] for k in ("num_warps", "num_stages")}
+
+
+def _power(n: int) -> int:
+    return max(16, 1 << (n - 1).bit_length())
