@@ -6,7 +6,9 @@ from nvfp4_kernels.triton import scan_states
 
 CHUNK, CHUNKS, LENGTH = 64, 4, 230  # the last chunk is cut short
 # A document of a chunk and more, one that ends with a chunk, ends inside chunks, one that begins in the last chunk.
-DOCUMENTS = torch.tensor([[0] * 30 + [1] * 134 + [2] * 66, [5] * 128 + [6] * 80 + [9] * 22], dtype=torch.int32)
+DOCUMENTS = torch.tensor(
+    [[0] * 30 + [1] * 134 + [2] * 66, [5] * 128 + [6] * 80 + [9] * 22], dtype=torch.int32
+)
 
 
 def inputs(dtype, heads, groups, head_dim, state):
@@ -68,7 +70,7 @@ def check(ids, dtype, device, heads=4, groups=2, head_dim=20, state=24):
     got = scan_states.chunk_states_backward(c, dy, decay, rounded, ids)
     for first, second in zip(got, scan_states.chunk_states_backward(c, dy, decay, rounded, ids), strict=True):
         assert torch.equal(first, second)
-    assert states.dtype == got[0].dtype == dtype and got[1].dtype == torch.float32
+    assert (states.dtype, got[0].dtype, got[1].dtype) == (dtype, dtype, torch.float32)
     # Terms rounded to bf16, 2^-9, and results too; fp32 sums of at most 4 x 64 terms and decays of a few ulp: 400 x 2^-24.
     # The gradient of a sum takes dstates unrounded.
     bf16, fp32 = 0.0 if dtype == torch.float32 else 2.0**-9, 400 * 2.0**-24
@@ -86,6 +88,18 @@ def check(ids, dtype, device, heads=4, groups=2, head_dim=20, state=24):
 @pytest.mark.parametrize("head_dim", [32, 64, 80])
 def test_equals_its_formula_on_the_device(masked, head_dim):
     check(DOCUMENTS if masked else None, torch.bfloat16, "cuda", 16, 2, head_dim, 128)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_single_chunk_has_no_states():
+    x, dy, b, c, dt, decay = (t.cuda() for t in inputs(torch.bfloat16, 16, 2, 64, 128))
+    x, dy, b, c = (t[:, :50] for t in (x, dy, b, c))
+    dt, decay = (t[:, :, :1].contiguous() for t in (dt, decay))
+    states = scan_states.chunk_states(x, b, dt, decay, None)
+    assert states.shape == (2, 1, 16, 64, 128)
+    for result in (states, *scan_states.chunk_states_backward(c, dy, decay, states, None)):
+        assert not result.any()
 
 
 def test_refuses_other_chunks():

@@ -186,6 +186,15 @@ def check_scan_output():
     check_decay(200, 20, 128, "cpu")
     check_decay(64, 3, 64, "cpu")
 
+def check_scan_states():
+    from nvfp4_kernels.triton import scan_states
+    from tests.kernels.test_scan_states import DOCUMENTS, check
+
+    check(None, torch.float32, "cpu")
+    for tile in (scan_states.FORWARD, scan_states.BACKWARD):  # two heads and a slice of their states a program
+        tile |= {"heads": 2, "columns": 16}
+    check(DOCUMENTS, torch.float32, "cpu")
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -201,6 +210,7 @@ CASES = {
     "cross entropy": "check_cross_entropy()",
     "scan": "check_scan()",
     "scan's output": "check_scan_output()",
+    "states of the scan": "check_scan_states()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 
@@ -230,6 +240,7 @@ from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_
 from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
 from nvfp4_kernels.triton import scan_decay, scan_decay_kernels, scan_output, scan_output_kernels
 from nvfp4_kernels.triton import scan, scan_bc, scan_bc_kernels, scan_kernels
+from nvfp4_kernels.triton import scan_states_kernels
 
 def build(kernel, num_warps=2, **types):
     constants = {(kernel.arg_names.index(k),): v for k, v in types.items() if not isinstance(v, Type)}
@@ -330,6 +341,12 @@ types |= {"CHUNK": 128, "TOKENS": scan_bc.TOKENS, "TILE": scan_bc.TILE, "HEADS":
 types |= {"PART": scan_bc.PART, "N": 128, "STATE": 128, "MASKED": True}
 for of_b in (True, False):
     build(scan_bc_kernels.bc_kernel, scan_bc.WARPS, **types | {"OF_B": of_b})
+for kernel in (scan_states_kernels.states_kernel, scan_states_kernels.states_backward_kernel):
+    types = dict.fromkeys(kernel.arg_names, i32) | {"seq_idx": halves, "CHUNK": 128, "HEADS": 1, "GROUP_HEADS": 16}
+    types |= {name: bf16s for name in ("x", "b", "c", "dy", "states", "dstates") if name in types}
+    types |= {name: floats for name in ("dt", "decay", "dtotal") if name in types}
+    types |= {"GROUPS": 8, "P": 80, "WIDTH": 128, "N": 128, "SLICE": 128, "MASKED": True}
+    build(kernel, 8, **types)
 """
 
 

@@ -9,9 +9,9 @@ import torch
 from nvfp4_kernels.triton.conv import document_ids
 
 CHUNKS = 64, 128  # tokens; of longer ones a program's tiles would not fit into shared memory
-# Heads of a program, its part of one head's state, warps, and stages of the loop over chunks.
-FORWARD = {"heads": 1, "numbers": 8192, "num_warps": 4, "num_stages": 2}
-BACKWARD = {"heads": 1, "numbers": 8192, "num_warps": 4, "num_stages": 2}
+# Of a program: heads, columns of their states, a warp's part of a head's state, and stages of the loop over chunks.
+FORWARD = {"heads": 1, "columns": 128, "numbers": 2048, "stages": 3}
+BACKWARD = {"heads": 1, "columns": 128, "numbers": 2048, "stages": 3}
 
 
 def chunk_states(
@@ -70,12 +70,16 @@ def _layout(
         raise ValueError(f"the kernels of the scan's states take chunks of 64 or 128 tokens, not {chunk}")
     width = _power(p)
     own = math.gcd(tile["heads"], heads // groups)
-    part = min(_power(n), max(16, tile["numbers"] // width))
+    part = min(_power(n), tile["columns"])
+    warps = max(1, width * part // tile["numbers"])
     constants = {
         "CHUNK": chunk, "HEADS": own, "GROUP_HEADS": heads // groups, "GROUPS": groups, "P": p, "WIDTH": width, "N": n,
         "SLICE": part, "MASKED": seq_idx is not None,
     }  # fmt: skip
-    return (-(-n // part), heads // own, batch), constants | {k: tile[k] for k in ("num_warps", "num_stages")}
+    return (-(-n // part), heads // own, batch), constants | {
+        "num_warps": warps,
+        "num_stages": tile["stages"],
+    }
 
 
 def _power(n: int) -> int:

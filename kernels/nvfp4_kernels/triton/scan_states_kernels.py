@@ -12,7 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nvfp4_kernels.triton.scan_kernels import LOG2E, load_tile
+from nvfp4_kernels.triton.scan_kernels import LOG2E
+
+
+@triton.jit
+def _tile(at, row_stride, row, column, rows, COLUMNS: tl.constexpr):
+    """`scan_kernels.load_tile` inside one chunk: 32 bits hold its offsets, half the registers of the loop's."""
+    mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
+    return tl.load(at + (row[:, None] * row_stride + column[None, :]), mask, 0.0)
 
 
 @triton.jit
@@ -23,7 +30,7 @@ def _documents(seq_idx, chunk, k, length, CHUNK: tl.constexpr):
     return own, last, tl.load(seq_idx + tl.maximum(chunk * CHUNK - 1, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks"])  # a single chunk would be a constant without .to
 def states_kernel(
     x, b, dt, decay, seq_idx, states, length, chunks, x_batch, x_row, b_batch, b_row,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
@@ -48,7 +55,7 @@ def states_kernel(
     if MASKED:
         seq_idx += batch * length
         own, last, before = _documents(seq_idx, 0, k, length, CHUNK)
-    state, a, total, step = (), (), (), ()
+    state, own_x, a, total, step = (), (), (), (), ()
     for h in tl.static_range(HEADS):
         state = state + (tl.zeros((WIDTH, SLICE), tl.float32),)
         tl.store(states + h * P * N + state_at, state[h].to(states.dtype.element_ty), inside)
@@ -56,10 +63,13 @@ def states_kernel(
         a = a + (tl.load(decay + at + k),)
         total = total + (tl.load(decay + at + CHUNK - 1),)
         step = step + (tl.load(dt + at + k),)
+        own_x = own_x + (_tile(x + h * P, x_row, k, p, tl.minimum(length, CHUNK), P),)
     for chunk in range(chunks - 1):  # they are whole: no state is made of the last
-        b_k = load_tile(b, b_row, k, n, CHUNK, N)
+        b_k = _tile(b, b_row, k, n, CHUNK, N)
         states += ALL * P * N
-        new, next_a, next_total, next_step = (), (), (), ()
+        rows = tl.minimum(length - (chunk + 1) * CHUNK, CHUNK)
+        x += CHUNK * x_row
+        new, next_x, next_a, next_total, next_step = (), (), (), (), ()
         if MASKED:
             next_own, next_last, next_before = _documents(seq_idx, chunk + 1, k, length, CHUNK)
         for h in tl.static_range(HEADS):
@@ -67,23 +77,23 @@ def states_kernel(
             next_a = next_a + (tl.load(decay + next_at + k),)
             next_total = next_total + (tl.load(decay + next_at + CHUNK - 1),)
             next_step = next_step + (tl.load(dt + next_at + k),)
-            x_k = load_tile(x + h * P, x_row, k, p, CHUNK, P)
             weight = tl.exp2((total[h] - a[h]) * LOG2E) * step[h]
             fade = tl.exp2(total[h] * LOG2E)
             if MASKED:
                 weight = tl.where(own == last, weight, 0.0)
                 fade = tl.where(last == before, fade, 0.0)
-            fed = (x_k.to(tl.float32) * weight[:, None]).to(x_k.dtype)
+            fed = (own_x[h].to(tl.float32) * weight[:, None]).to(b_k.dtype)
+            next_x = next_x + (_tile(x + h * P, x_row, k, p, rows, P),)
             value = tl.dot(tl.trans(fed), b_k, state[h] * fade)
             tl.store(states + h * P * N + state_at, value.to(states.dtype.element_ty), inside)
             new = new + (value,)
-        state, a, total, step = new, next_a, next_total, next_step
-        x, b = x + CHUNK * x_row, b + CHUNK * b_row
+        state, own_x, a, total, step = new, next_x, next_a, next_total, next_step
+        b += CHUNK * b_row
         if MASKED:
             own, last, before = next_own, next_last, next_before
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length", "chunks"])  # a single chunk would be a constant without .to
 def states_backward_kernel(
     c, dy, decay, states, seq_idx, dstates, dtotal, length, chunks, c_batch, c_row, dy_batch, dy_row,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
@@ -115,7 +125,7 @@ def states_backward_kernel(
     if MASKED:
         seq_idx += batch * length
         own, last, before = _documents(seq_idx, end, k, length, CHUNK)
-    dstate, a, fade = (), (), ()
+    dstate, own_dy, a, fade = (), (), (), ()
     for h in tl.static_range(HEADS):
         dstate = dstate + (tl.zeros((WIDTH, SLICE), tl.float32),)
         tl.store(dstates + h * P * N + state_at, dstate[h].to(dstates.dtype.element_ty), inside)
@@ -126,31 +136,33 @@ def states_backward_kernel(
         if MASKED:
             kept = tl.where(last == before, kept, 0.0)
         fade = fade + (kept,)
+        own_dy = own_dy + (_tile(dy + h * P, dy_row, k, p, rows, P),)
     for back in range(chunks - 1):
         chunk = end - 1 - back  # the one that leaves the state whose gradient dy of the next one completes
-        c_k = load_tile(c, c_row, k, n, rows, N)
+        c_k = _tile(c, c_row, k, n, rows, N)
         states, dstates = states - ALL * P * N, dstates - ALL * P * N
-        new, next_a, next_fade = (), (), ()
+        dy -= CHUNK * dy_row
+        new, next_dy, next_a, next_fade = (), (), (), ()
         if MASKED:
             next_own, next_last, next_before = _documents(seq_idx, chunk, k, length, CHUNK)
         for h in tl.static_range(HEADS):
             next_at = (h * chunks + chunk) * CHUNK
             next_a = next_a + (tl.load(decay + next_at + k),)
             next_total = tl.load(decay + next_at + CHUNK - 1)
-            state = tl.load(states + h * P * N + state_at, inside, 0.0)  # on its way during the product
-            dy_k = load_tile(dy + h * P, dy_row, k, p, rows, P)
             weight = tl.exp2(a[h] * LOG2E)
             if MASKED:
                 weight = tl.where(own == before, weight, 0.0)
-            read = (dy_k.to(tl.float32) * weight[:, None]).to(dy_k.dtype)
+            read = (own_dy[h].to(tl.float32) * weight[:, None]).to(c_k.dtype)
+            state = tl.load(states + h * P * N + state_at, inside, 0.0)  # on its way during the product
+            next_dy = next_dy + (_tile(dy + h * P, dy_row, k, p, CHUNK, P),)
             value = tl.dot(tl.trans(read), c_k, dstate[h] * fade[h])
-            tl.store(dstates + h * P * N + state_at, value.to(dstates.dtype.element_ty), inside)
             kept = tl.exp2(next_total * LOG2E)
             if MASKED:
                 kept = tl.where(next_last == next_before, kept, 0.0)
             tl.store(dtotal + h * chunks + chunk, tl.sum(state.to(tl.float32) * value) * kept)
+            tl.store(dstates + h * P * N + state_at, value.to(dstates.dtype.element_ty), inside)
             new, next_fade = new + (value,), next_fade + (kept,)
-        dstate, a, fade = new, next_a, next_fade
-        dy, c, rows = dy - CHUNK * dy_row, c - CHUNK * c_row, CHUNK
+        dstate, own_dy, a, fade = new, next_dy, next_a, next_fade
+        c, rows = c - CHUNK * c_row, CHUNK
         if MASKED:
             own, last, before = next_own, next_last, next_before
