@@ -9,9 +9,10 @@ import torch
 from nvfp4_kernels.triton.conv import document_ids
 
 CHUNKS = 64, 128  # tokens; of longer ones a program's tiles would not fit into shared memory
-# Of a program: heads, columns of their states, a warp's part of a head's state, and stages of the loop over chunks.
-FORWARD = {"heads": 1, "columns": 128, "numbers": 2048, "stages": 3}
-BACKWARD = {"heads": 1, "columns": 128, "numbers": 2048, "stages": 3}
+# Of a program: heads, columns of their states, a warp's part of a head's state, a thread's most registers (None: as many
+# as it likes; with 128, 16 warps share a multiprocessor) and stages of the loop over chunks.
+FORWARD = {"heads": 1, "columns": 128, "numbers": 1024, "registers": 128, "stages": 3}
+BACKWARD = {"heads": 1, "columns": 128, "numbers": 2048, "registers": None, "stages": 3}
 
 
 def chunk_states(
@@ -62,9 +63,13 @@ def _shape(x: torch.Tensor, b: torch.Tensor, decay: torch.Tensor) -> tuple[int, 
 
 
 def _layout(
-    x: torch.Tensor, b: torch.Tensor, decay: torch.Tensor, seq_idx: torch.Tensor | None, tile: dict[str, int]
+    x: torch.Tensor,
+    b: torch.Tensor,
+    decay: torch.Tensor,
+    seq_idx: torch.Tensor | None,
+    tile: dict[str, int | None],
 ) -> tuple[tuple[int, int, int], dict]:
-    """Grid and constants of both kernels."""
+    """Grid of either kernel, and its constants."""
     (batch, _, heads, p), (groups, n), chunk = x.shape, b.shape[2:], decay.shape[3]
     if chunk not in CHUNKS:
         raise ValueError(f"the kernels of the scan's states take chunks of 64 or 128 tokens, not {chunk}")
@@ -74,12 +79,10 @@ def _layout(
     warps = max(1, width * part // tile["numbers"])
     constants = {
         "CHUNK": chunk, "HEADS": own, "GROUP_HEADS": heads // groups, "GROUPS": groups, "P": p, "WIDTH": width, "N": n,
-        "SLICE": part, "MASKED": seq_idx is not None,
+        "SLICE": part, "MASKED": seq_idx is not None, "num_warps": warps, "num_stages": tile["stages"],
+        "maxnreg": tile["registers"],
     }  # fmt: skip
-    return (-(-n // part), heads // own, batch), constants | {
-        "num_warps": warps,
-        "num_stages": tile["stages"],
-    }
+    return (-(-n // part), heads // own, batch), constants
 
 
 def _power(n: int) -> int:

@@ -64,7 +64,8 @@ def states_kernel(
         total = total + (tl.load(decay + at + CHUNK - 1),)
         step = step + (tl.load(dt + at + k),)
         own_x = own_x + (_tile(x + h * P, x_row, k, p, tl.minimum(length, CHUNK), P),)
-    for chunk in range(chunks - 1):  # they are whole: no state is made of the last
+    # Without the hoisting of all addresses, which takes the registers of the tiles.
+    for chunk in tl.range(chunks - 1, disable_licm=True):  # they are whole: no state is made of the last
         b_k = _tile(b, b_row, k, n, CHUNK, N)
         states += ALL * P * N
         rows = tl.minimum(length - (chunk + 1) * CHUNK, CHUNK)
@@ -137,7 +138,7 @@ def states_backward_kernel(
             kept = tl.where(last == before, kept, 0.0)
         fade = fade + (kept,)
         own_dy = own_dy + (_tile(dy + h * P, dy_row, k, p, rows, P),)
-    for back in range(chunks - 1):
+    for back in tl.range(chunks - 1, disable_licm=True):
         chunk = end - 1 - back  # the one that leaves the state whose gradient dy of the next one completes
         c_k = _tile(c, c_row, k, n, rows, N)
         states, dstates = states - ALL * P * N, dstates - ALL * P * N
