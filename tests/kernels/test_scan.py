@@ -9,22 +9,23 @@ DOCUMENTS = torch.tensor(
 BATCH, LENGTH, CHUNKS, CHUNK = 2, 200, 2, 128  # the second chunk is cut short
 
 
-def cut(t):
+def cut(t, chunk=CHUNK):
     """[B, S, ...] -> [B, chunks, chunk, ...] with zeros past the end."""
-    end = t.new_zeros(BATCH, CHUNKS * CHUNK - LENGTH, *t.shape[2:])
-    return torch.cat((t, end), 1).unflatten(1, (CHUNKS, CHUNK))
+    end = t.new_zeros(len(t), -t.shape[1] % chunk, *t.shape[2:])
+    return torch.cat((t, end), 1).unflatten(1, (-1, chunk))
 
 
-def inputs(dtype, heads=4, groups=2, head_dim=20, state=16):
+def inputs(dtype, heads=4, groups=2, head_dim=20, state=16, length=LENGTH, chunk=CHUNK):
     """x, dy, dt, decay, b, c, dstates, d as a model has them: x, b and c are slices of one tensor."""
     gen = torch.Generator().manual_seed(0)
-    wide = torch.randn(BATCH, LENGTH, heads * head_dim + 2 * groups * state + 24, generator=gen).to(dtype)
+    wide = torch.randn(BATCH, length, heads * head_dim + 2 * groups * state + 24, generator=gen).to(dtype)
     x, b, c, _ = wide.split((heads * head_dim, groups * state, groups * state, 24), -1)
-    dy = torch.randn(BATCH, LENGTH, heads, head_dim, generator=gen).to(dtype)
-    dt = torch.rand(BATCH, heads, CHUNKS * CHUNK, generator=gen)
-    dt[..., LENGTH:] = 0
-    dt = dt.unflatten(-1, (CHUNKS, CHUNK)).contiguous()
-    dstates = torch.randn(BATCH, CHUNKS, heads, head_dim, state, generator=gen).to(dtype)
+    dy = torch.randn(BATCH, length, heads, head_dim, generator=gen).to(dtype)
+    chunks = -(-length // chunk)
+    dt = torch.rand(BATCH, heads, chunks * chunk, generator=gen)
+    dt[..., length:] = 0
+    dt = dt.unflatten(-1, (chunks, chunk)).contiguous()
+    dstates = torch.randn(BATCH, chunks, heads, head_dim, state, generator=gen).to(dtype)
     b, c = (t.unflatten(-1, (groups, state)) for t in (b, c))
     d = torch.randn(heads, generator=gen)
     return [x.unflatten(-1, (heads, head_dim)), dy, dt, (-0.1 * dt).cumsum(-1), b, c, dstates, d]
@@ -32,13 +33,14 @@ def inputs(dtype, heads=4, groups=2, head_dim=20, state=16):
 
 def expected(x, dy, dt, decay, b, c, dstates, d, ids):
     """What `inside_chunks_backward` returns, by autograd, and the sizes of the terms that make up dx."""
-    same = torch.ones(BATCH, CHUNKS, CHUNK, CHUNK, dtype=torch.bool)
+    chunks, chunk = dt.shape[2:]
+    same = torch.ones(BATCH, chunks, chunk, chunk, dtype=torch.bool)
     if ids is not None:
-        ids = cut(ids + 1)
+        ids = cut(ids + 1, chunk)
         ids = torch.where(ids == 0, ids.amax(-1, keepdim=True), ids)
         same = ids[..., :, None] == ids[..., None, :]
     x, dy, b, c, dt, decay, d = (
-        t.double().requires_grad_() for t in (cut(x), cut(dy), cut(b), cut(c), dt, decay, d)
+        t.double().requires_grad_() for t in (*(cut(t, chunk) for t in (x, dy, b, c)), dt, decay, d)
     )
     heads_a_group = x.shape[3] // b.shape[3]
     exponent = decay[..., :, None] - decay[..., None, :]  # [B, heads, chunks, i, j]
@@ -67,7 +69,8 @@ def check(ids, dtype, device, **sizes):
     # fp32 sums of up to 128 x 80 products, of the largest result. With bf16 the weights of dy and dx itself are rounded,
     # each by at most 2^-8 of its size, as are dscores; ddt has the same weights, times x, in sums over head_dim.
     bf16 = 0.0 if dtype == torch.float32 else 2.0**-8
-    x = cut(tensors[0]).double().abs()
+    chunk = tensors[2].shape[-1]
+    x = cut(tensors[0], chunk).double().abs()
     allowed = {
         "dx": read + wanted[0].abs(),
         "ddt": torch.einsum("bcjhp,bcjhp->bhcj", read / dt_of(tensors), x),
@@ -77,7 +80,7 @@ def check(ids, dtype, device, **sizes):
         ("dx", "ddt", "ddecay", "dscores", "dd"), got, again, wanted, strict=True
     ):
         assert torch.equal(result, same), name
-        result = cut(result.double().cpu()) if name == "dx" else result.double().cpu()
+        result = cut(result.double().cpu(), chunk) if name == "dx" else result.double().cpu()
         assert result.shape == want.shape, name
         limit = 1e-5 * want.abs().max() + bf16 * 1.01 * allowed.get(name, torch.zeros(()))
         excess = ((result - want).abs() - limit).max()
@@ -90,20 +93,18 @@ def dt_of(tensors):
     return torch.where(dt == 0, 1.0, dt)
 
 
+# Chunks cut short, and whole ones of both sizes, with heads that are whole parts.
+SHAPES = [{"head_dim": 32}, {"head_dim": 64}, {"head_dim": 80}]
+SHAPES += [{"head_dim": 64, "length": 192, "chunk": 64}, {"head_dim": 80, "length": 128}]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("head_dim", [32, 64, 80])
-def test_equals_its_formula_on_the_device(masked, head_dim):
-    check(
-        DOCUMENTS if masked else None,
-        torch.bfloat16,
-        "cuda",
-        heads=16,
-        groups=2,
-        head_dim=head_dim,
-        state=128,
-    )
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_its_formula_on_the_device(masked, shape):
+    ids = DOCUMENTS[:, : shape.get("length", LENGTH)] if masked else None
+    check(ids, torch.bfloat16, "cuda", heads=16, groups=2, state=128, **shape)
 
 
 def test_refuses_other_chunks():

@@ -174,8 +174,10 @@ def check_scan():
     from tests.kernels import test_scan, test_scan_bc
 
     for ids in (None, test_scan.DOCUMENTS):
-        test_scan.check(ids, torch.float32, "cpu")
-        test_scan_bc.check(ids, torch.float32, "cpu")
+        for test in (test_scan, test_scan_bc):
+            test.check(ids, torch.float32, "cpu")
+    for test in (test_scan, test_scan_bc):  # nothing past the end
+        test.check(None, torch.float32, "cpu", heads=2, groups=1, head_dim=80, length=64, chunk=64)
 
 def check_scan_output():
     from tests.kernels.test_scan_output import DOCUMENTS, check, check_decay
@@ -321,10 +323,12 @@ for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels
     ptx = build(kernel, **{name: types[name] for name in kernel.arg_names})
     assert "cvt.rn.bf16" in ptx
 types = dict.fromkeys(scan_kernels.inside_chunk_kernel.arg_names, i32)
-types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx"), bf16s) | {"seq_idx": halves}
-types |= dict.fromkeys(("dt", "decay", "d", "ddt", "readers", "read", "dd"), floats) | {"dscores": bf16s}
-types |= {"J": 0, "CHUNK": 128, "BLOCK": scan.BLOCK, "READERS": scan.READERS, "HEADS": 8, "GROUPS": 8, "MASKED": True}
-build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types | {"P": 64, "WIDTH": 64, "N": 128, "STATE": 128})
+types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx", "dscores"), bf16s) | {"seq_idx": halves}
+types |= dict.fromkeys(("dt", "decay", "d", "ddt", "ddecay", "dd"), floats)
+types |= {"X_ROW": 6144, "DY_ROW": 4096, "B_ROW": 6144, "C_ROW": 6144, "DX_ROW": 4096, "CHUNK": 128, "BLOCK": scan.BLOCK}
+types |= {"TILE": scan.TILE, "STRIPS": scan.WARPS, "HEADS": 8, "GROUPS": 8, "P": 80, "PART": scan.PART, "LAST": 16}
+types |= {"N": 128, "STATE": 128, "MASKED": True, "WHOLE": False}
+build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types)
 tiles = scan_output.TILES[0]
 types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)

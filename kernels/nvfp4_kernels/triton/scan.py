@@ -6,9 +6,10 @@ import torch
 
 from nvfp4_kernels.triton.conv import document_ids
 
-BLOCK, READERS = 64, 64  # tokens of a program, and readers of them at a time
+BLOCK, TILE = 64, 64  # tokens of a program, and readers of them at a time
+PART = 64  # channels of a head at a time: a head of 80 is 64 and 16, not padded to 128
 LARGEST_CHUNK = 128  # of longer ones a program's tiles would not stay in registers
-WARPS, STAGES = 4, 1  # with the tiles, the fastest of twelve on an H200: docs/results/training_h200.md
+WARPS, STAGES = 4, 1
 
 
 def inside_chunks_backward(
@@ -29,7 +30,7 @@ def inside_chunks_backward(
     contiguous, the gradient of the state that a chunk leaves; d: fp32 [heads]; seq_idx: int32 [B, S] or None.
 
     Returns dx (with the skip d and the state's share, x's dtype); ddt fp32 as dt, without decay's share; ddecay fp32 as
-    decay, of the products inside chunks; dscores [B, chunks, groups, chunk (j), chunk (i)], the gradient of C_i B_j, in b's
+    decay, of the products inside chunks; dscores [B, chunks, groups, chunk (j), chunk (i)], the gradient of C_i B_j, in x's
     dtype, as the products with B and C need it; dd fp32 [heads]. Sums in a fixed order. Raises ValueError for a chunk that
     is not 64 or 128 tokens.
     """
@@ -37,24 +38,26 @@ def inside_chunks_backward(
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
-    if chunk % BLOCK or chunk > LARGEST_CHUNK:
-        raise ValueError(f"the scan's kernel takes chunks of {BLOCK} or {LARGEST_CHUNK} tokens, not {chunk}")
-    blocks = chunk // BLOCK
-    fp32 = {"dtype": torch.float32, "device": x.device}
-    dx, ddt = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device), torch.empty_like(dt)
-    readers, read = torch.zeros(blocks, *decay.shape, **fp32), torch.empty_like(decay)
-    dscores = torch.zeros(batch, chunks, groups, chunk, chunk, dtype=b.dtype, device=b.device)
-    dd = torch.empty(blocks, batch, chunks, heads, **fp32)
+    if chunk % 64 or chunk > LARGEST_CHUNK:
+        raise ValueError(f"the scan's kernel takes chunks of 64 or {LARGEST_CHUNK} tokens, not {chunk}")
+    block = min(BLOCK, chunk)
+    blocks, strips = chunk // block, WARPS * block // BLOCK  # a strip is a warp's tokens
+    last, state = power(p - (p - 1) // PART * PART), power(n)
     ids = document_ids(seq_idx)
-    strides = [s for t in (x, dy, b, c, dx) for s in t.stride()[:2]]
-    for block in range(blocks):
-        inside_chunk_kernel[(chunks, groups, batch)](
-            x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, readers, read, dscores, dd, length, chunks, *strides,
-            J=block, CHUNK=chunk, BLOCK=BLOCK, READERS=READERS, HEADS=heads // groups, GROUPS=groups, P=p, WIDTH=_power(p),
-            N=n, STATE=_power(n), MASKED=ids is not None, num_warps=WARPS, num_stages=STAGES,
-        )  # fmt: skip
-    return dx, ddt, readers.sum(0) - read, dscores, dd.sum((0, 1, 2))
+    dx, ddt = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device), torch.empty_like(dt)
+    ddecay = torch.empty(blocks * strips + 1, *decay.shape, dtype=torch.float32, device=x.device)
+    dscores = torch.empty(batch, chunks, groups, chunk, chunk, dtype=x.dtype, device=b.device)
+    dd = torch.empty(blocks, batch, chunks, heads, dtype=torch.float32, device=x.device)
+    strides = [t.stride(d) for d in (0, 1) for t in (x, dy, b, c, dx)]
+    inside_chunk_kernel[(chunks * blocks, groups, batch)](
+        x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, ddecay, dscores, dd, length, chunks, *strides,
+        CHUNK=chunk, BLOCK=block, TILE=min(TILE, block), STRIPS=strips, HEADS=heads // groups, GROUPS=groups, P=p, PART=PART,
+        LAST=last, N=n, STATE=state, MASKED=ids is not None,
+        WHOLE=length % chunk == 0 and (p - last) % PART == 0 and n == state, num_warps=strips, num_stages=STAGES,
+    )  # fmt: skip
+    return dx, ddt, ddecay.sum(0), dscores, dd.sum((0, 1, 2))
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
+    """The least power of two that holds n, at least 16: the size of a tile."""
     return max(16, 1 << (n - 1).bit_length())

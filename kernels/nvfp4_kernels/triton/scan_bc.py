@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from nvfp4_kernels.triton.conv import document_ids
+from nvfp4_kernels.triton.scan import power
 
 TOKENS, TILE = (
     64,
@@ -50,7 +51,7 @@ def bc_gradients(
         "GROUPS": groups,
         "P": p,
     }
-    constants |= {"PART": PART, "LAST": _power(p - (p - 1) // PART * PART), "N": n, "STATE": _power(n)}
+    constants |= {"PART": PART, "LAST": power(p - (p - 1) // PART * PART), "N": n, "STATE": power(n)}
     constants |= {"MASKED": ids is not None, "num_warps": WARPS, "num_stages": STAGES}
 
     def gradient(rows, states, own, other, of_b):
@@ -65,7 +66,3 @@ def bc_gradients(
     db, after = gradient(x, dstates, b, c, True)
     dc, before = gradient(dy, states, c, b, False)
     return db, dc, after, before
-
-
-def _power(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())

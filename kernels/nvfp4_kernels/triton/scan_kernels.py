@@ -16,99 +16,154 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_tile(at, row_stride, row, column, rows, COLUMNS: tl.constexpr):
-    """[row, column] of a matrix, zeros past `rows` and COLUMNS."""
-    mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    return tl.load(at + row.to(tl.int64)[:, None] * row_stride + column[None, :], mask, 0.0)
+def load_tile(at, row_stride, row, column, rows, COLUMNS: tl.constexpr, WHOLE: tl.constexpr = False):
+    """[row, column] of a matrix, zeros past `rows` and COLUMNS; WHOLE: nothing is past them."""
+    at += row[:, None] * row_stride + column[None, :]
+    if WHOLE:
+        return tl.load(at)
+    return tl.load(at, (row < rows)[:, None] & (column < COLUMNS)[None, :], 0.0)
 
 
 @triton.jit
 def inside_chunk_kernel(
-    x, dy, dt, decay, b, c, dstates, d, seq_idx, dx, ddt, readers, read, dscores, dd,
-    length, chunks, x_batch, x_row, dy_batch, dy_row, b_batch, b_row, c_batch, c_row, dx_batch, dx_row,
-    J: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, READERS: tl.constexpr,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
-    STATE: tl.constexpr, MASKED: tl.constexpr,
+    x, dy, dt, decay, b, c, dstates, d, seq_idx, dx, ddt, ddecay, dscores, dd,
+    length, chunks, x_batch, dy_batch, b_batch, c_batch, dx_batch,
+    X_ROW: tl.constexpr, DY_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, DX_ROW: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STRIPS: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr,
+    MASKED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the tokens j in block J of every chunk: program (chunk, group, batch); READERS tokens i at a time.
+    """Gradients of BLOCK tokens j: program (block, group, batch); TILE tokens i at a time.
 
     x, dy, dx: [B, S, GROUPS x HEADS, P]; b, c: [B, S, GROUPS, N]; dt, decay (the sums a), ddt: fp32 [B, heads, chunks,
     CHUNK]; dstates: [B, chunks, heads, P, N], what the state after a chunk is worth; d: fp32 [heads]; seq_idx: int32 [B, S]
-    or unused. The gradient of a is readers - read: read as decay, readers fp32 [CHUNK / BLOCK, B, heads, chunks, CHUNK], of
-    which row J is not written before i = J x BLOCK; dscores: [B, chunks, GROUPS, CHUNK (j), CHUNK (i)], that of S,
-    likewise; dd: fp32 [CHUNK / BLOCK, B, chunks, heads]. WIDTH, STATE: powers of two, at least P and N.
+    or unused; ddecay: fp32 [CHUNK / BLOCK x STRIPS + 1, B, heads, chunks, CHUNK], whose sum is the gradient of a: what it is
+    worth to readers, by blocks j and their strips, then, negative, to the read; dscores: [B, chunks, GROUPS, CHUNK (j),
+    CHUNK (i)], the gradient of S, x's dtype; dd: fp32 [CHUNK / BLOCK, B, chunks, heads]. Heads go in parts of PART channels,
+    the last one of LAST (a power of two that holds what is left); STATE: a power of two, at least N. WHOLE: no chunk is cut
+    short, and parts and STATE are exact.
     """
-    chunk, group, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    TILES: tl.constexpr = (CHUNK - J * BLOCK) // READERS
-    OWN: tl.constexpr = BLOCK // READERS
+    for J in tl.static_range(CHUNK // BLOCK):
+        if tl.program_id(0) % (CHUNK // BLOCK) == J:
+            _block(
+                x, dy, dt, decay, b, c, dstates, d, seq_idx, dx, ddt, ddecay, dscores, dd,
+                length, chunks, x_batch, dy_batch, b_batch, c_batch, dx_batch, X_ROW, DY_ROW, B_ROW, C_ROW, DX_ROW,
+                J, CHUNK, BLOCK, TILE, STRIPS, HEADS, GROUPS, P, PART, LAST, N, STATE, MASKED, WHOLE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _block(
+    x, dy, dt, decay, b, c, dstates, d, seq_idx, dx, ddt, ddecay, dscores, dd,
+    length, chunks, x_batch, dy_batch, b_batch, c_batch, dx_batch,
+    X_ROW: tl.constexpr, DY_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, DX_ROW: tl.constexpr,
+    J: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, STRIPS: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr, PART: tl.constexpr, LAST: tl.constexpr, N: tl.constexpr,
+    STATE: tl.constexpr, MASKED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
     ALL: tl.constexpr = GROUPS * HEADS
+    PARTS: tl.constexpr = -(-P // PART)
+    TILES: tl.constexpr = (CHUNK - J * BLOCK) // TILE
+    chunk, group, batch = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    batches = tl.num_programs(2).to(tl.int64)
     start = chunk * CHUNK
     rows = length - start
-    j, p, n = J * BLOCK + tl.arange(0, BLOCK), tl.arange(0, WIDTH), tl.arange(0, STATE)
-    b += batch * b_batch + start.to(tl.int64) * b_row + group * N
-    c += batch * c_batch + start.to(tl.int64) * c_row + group * N
-    b_j = load_tile(b, b_row, j, n, rows, N)
+    j, n, strip = J * BLOCK + tl.arange(0, BLOCK), tl.arange(0, STATE), tl.arange(0, STRIPS)
+    b += batch * b_batch + start.to(tl.int64) * B_ROW + group * N
+    c += batch * c_batch + start.to(tl.int64) * C_ROW + group * N
+    b_j = load_tile(b, B_ROW, j, n, rows, N, WHOLE)
     if MASKED:
         seq_idx += batch * length + start
         document = tl.load(seq_idx + j, j < rows, -1)
-        last = tl.load(seq_idx + tl.minimum(rows, CHUNK) - 1)
-    dscore, readers_c = (), ()
+        stays = document == tl.load(seq_idx + tl.minimum(rows, CHUNK) - 1)
+    dscore, c_i = (), ()
     for k in tl.static_range(TILES):
-        i = J * BLOCK + k * READERS + tl.arange(0, READERS)
-        readers_c = readers_c + (tl.trans(load_tile(c, c_row, i, n, rows, N)),)
-        dscore = dscore + (tl.zeros((BLOCK, READERS), tl.float32),)
+        reader = J * BLOCK + k * TILE + tl.arange(0, TILE)
+        c_i = c_i + (tl.trans(load_tile(c, C_ROW, reader, n, rows, N, WHOLE)),)
+        dscore = dscore + (tl.zeros((BLOCK, TILE), tl.float32),)
     first = group * HEADS
-    x += batch * x_batch + start.to(tl.int64) * x_row + first * P
-    dy += batch * dy_batch + start.to(tl.int64) * dy_row + first * P
-    dx += batch * dx_batch + start.to(tl.int64) * dx_row + first * P
-    sums = ((batch * ALL + first) * chunks + chunk) * CHUNK
-    dt, decay, ddt, read, d = dt + sums, decay + sums, ddt + sums, read + sums, d + first
-    readers += J * tl.num_programs(2).to(tl.int64) * ALL * chunks * CHUNK + sums
+    x += batch * x_batch + start.to(tl.int64) * X_ROW + first * P
+    dy += batch * dy_batch + start.to(tl.int64) * DY_ROW + first * P
+    dx += batch * dx_batch + start.to(tl.int64) * DX_ROW + first * P
+    sums, all_sums = ((batch * ALL + first) * chunks + chunk) * CHUNK, batches * ALL * chunks * CHUNK
+    dt, decay, ddt, ddecay, d = dt + sums, decay + sums, ddt + sums, ddecay + sums, d + first
+    by_strip = (J * STRIPS + strip)[:, None] * all_sums
     dstates += ((batch * chunks + chunk) * ALL + first) * (P * N)
-    dd += ((J * tl.num_programs(2) + batch) * chunks + chunk) * ALL + first
+    dd += ((J * batches + batch) * chunks + chunk) * ALL + first
     for _ in range(HEADS):
-        x_j = load_tile(x, x_row, j, p, rows, P)
-        dstate = load_tile(dstates, N, p, n, P, N)
+        x_j, dy_i, dstate, total = (), (), (), ()
+        for part in tl.static_range(PARTS):  # all that this head needs is asked for at once
+            p = part * PART + tl.arange(0, PART if P - part * PART > PART else LAST)
+            x_j = x_j + (load_tile(x, X_ROW, j, p, rows, P, WHOLE),)
+            for k in tl.static_range(TILES):
+                i = J * BLOCK + k * TILE + tl.arange(0, TILE)
+                dy_i = dy_i + (load_tile(dy, DY_ROW, i, p, rows, P, WHOLE),)
+            dstate = dstate + (load_tile(dstates, N, p, n, P, N, WHOLE),)
+            total = total + (tl.zeros((BLOCK, PART if P - part * PART > PART else LAST), tl.float32),)
         a_j = tl.load(decay + j) * LOG2E
         dt_j = tl.load(dt + j)
         left = tl.load(decay + CHUNK - 1) * LOG2E - a_j
         if MASKED:
-            left = tl.where(document == last, left, float("-inf"))
-        total = tl.dot(b_j, tl.trans(dstate)) * tl.exp2(left)[:, None]
-        was_read = tl.zeros((BLOCK,), tl.float32)
+            left = tl.where(stays, left, float("-inf"))
+        read = tl.zeros((BLOCK,), tl.float32)
         moved = ()
         for k in tl.static_range(TILES):
-            i = J * BLOCK + k * READERS + tl.arange(0, READERS)
-            dy_i = load_tile(dy, dy_row, i, p, rows, P)
+            i = J * BLOCK + k * TILE + tl.arange(0, TILE)
+            g = tl.zeros((BLOCK, TILE), tl.float32)
+            for part in tl.static_range(PARTS):
+                g = tl.dot(x_j[part], tl.trans(dy_i[part * TILES + k]), g)
+            score = tl.dot(b_j, c_i[k])
             exponent = (tl.load(decay + i) * LOG2E)[None, :] - a_j[:, None]
-            if k < OWN:
+            if k < BLOCK // TILE:
                 exponent = tl.where(i[None, :] >= j[:, None], exponent, float("-inf"))
             if MASKED:
                 same = tl.load(seq_idx + i, i < rows, -2)[None, :] == document[:, None]
                 exponent = tl.where(same, exponent, float("-inf"))
             fade = tl.exp2(exponent)
-            weight = tl.dot(b_j, readers_c[k]) * fade
-            g = tl.dot(x_j, tl.trans(dy_i)) * dt_j[:, None]
-            total += tl.dot(weight.to(x_j.dtype), dy_i)
+            weight = score * fade
+            g *= dt_j[:, None]
             moved = moved + (dscore[k] + g * fade,)
             share = g * weight
-            if k < OWN:
+            if k < BLOCK // TILE:
                 share = tl.where(i[None, :] == j[:, None], 0.0, share)  # its two shares of a_j cancel
-            was_read += tl.sum(share, 1)
-            tl.store(readers + i, tl.sum(share, 0))
+            read += tl.sum(share, 1)
+            # Not over strips, one a warp: Triton sums what warps have left one word at a time, behind branches.
+            readers = tl.sum(tl.reshape(share, (STRIPS, BLOCK // STRIPS, TILE)), 1)
+            tl.store(ddecay + by_strip + i[None, :], readers)
+            added = ()
+            for part in tl.static_range(PARTS):
+                added = added + (tl.dot(weight.to(x.dtype.element_ty), dy_i[part * TILES + k], total[part]),)
+            total = added
         dscore = moved
-        tl.store(read + j, was_read)
-        x_f = load_tile(x, x_row, j, p, rows, P).to(tl.float32)
-        dy_f = load_tile(dy, dy_row, j, p, rows, P).to(tl.float32)
-        tl.store(ddt + j, tl.sum(total * x_f, 1))
-        tl.store(dd, tl.sum(x_f * dy_f))
-        value = total * dt_j[:, None] + tl.load(d) * dy_f
-        mask = (j < rows)[:, None] & (p < P)[None, :]
-        tl.store(dx + j.to(tl.int64)[:, None] * dx_row + p[None, :], value.to(dx.dtype.element_ty), mask)
+        for k in tl.static_range(J):
+            before = k * BLOCK + tl.arange(0, BLOCK)
+            tl.store(ddecay + by_strip + before[None, :], tl.zeros((STRIPS, BLOCK), tl.float32))
+        tl.store(ddecay + BLOCKS * STRIPS * all_sums + j, -read)
+        ddt_j, product, skip = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.load(d)
+        for part in tl.static_range(PARTS):
+            p = part * PART + tl.arange(0, PART if P - part * PART > PART else LAST)
+            x_f = load_tile(x, X_ROW, j, p, rows, P, WHOLE).to(tl.float32)
+            dy_f = load_tile(dy, DY_ROW, j, p, rows, P, WHOLE).to(tl.float32)
+            whole = total[part] + tl.dot(b_j, tl.trans(dstate[part])) * tl.exp2(left)[:, None]
+            ddt_j += tl.sum(whole * x_f, 1)
+            product += tl.sum(x_f * dy_f, 1)
+            value = (whole * dt_j[:, None] + skip * dy_f).to(dx.dtype.element_ty)
+            at = dx + j[:, None] * DX_ROW + p[None, :]
+            if WHOLE:
+                tl.store(at, value)
+            else:
+                tl.store(at, value, (j < rows)[:, None] & (p < P)[None, :])
+        tl.store(ddt + j, ddt_j)
+        tl.store(dd, tl.sum(product))
         x, dy, dx, dstates, d, dd = x + P, dy + P, dx + P, dstates + P * N, d + 1, dd + 1
         step = chunks * CHUNK
-        dt, decay, ddt, readers, read = dt + step, decay + step, ddt + step, readers + step, read + step
+        dt, decay, ddt, ddecay = dt + step, decay + step, ddt + step, ddecay + step
     dscores += ((batch * chunks + chunk) * GROUPS + group) * (CHUNK * CHUNK)
+    dscores += j[:, None] * CHUNK
     for k in tl.static_range(TILES):
-        i = J * BLOCK + k * READERS + tl.arange(0, READERS)
-        tl.store(dscores + j[:, None] * CHUNK + i[None, :], dscore[k].to(dscores.dtype.element_ty))
+        reader = J * BLOCK + k * TILE + tl.arange(0, TILE)
+        tl.store(dscores + reader[None, :], dscore[k].to(dx.dtype.element_ty))
+    for k in tl.static_range(J):
+        before = k * BLOCK + tl.arange(0, BLOCK)
+        tl.store(dscores + before[None, :], tl.zeros((BLOCK, BLOCK), dx.dtype.element_ty))
