@@ -271,9 +271,7 @@ class TrainingConfig:
     validate_bf16: bool = False  # also report the validation loss with all layers in BF16
     validate_tokens: float | None = None  # null: every held-out token
     compile: str = "auto"  # auto | on | off: torch.compile of each block
-    kernels: str = (
-        "auto"  # auto: Triton on GPUs | torch: the reference | mamba_ssm: an error without the extra `mamba`
-    )
+    kernels: str = "auto"  # auto: ours in Triton, on GPUs | torch: the reference | mamba_ssm: the scan of the extra `mamba`
     deterministic: bool = (
         True  # on GPUs: attention whose gradients have the same bits every time; false: the fastest
     )

@@ -60,7 +60,6 @@ class Saver:
         self._storage, self._group = Storage(folder), group
         self._keep_last, self._keep_every = keep_last, keep_every
         self._host: dict[str, Tensor] = {}
-        self._allocation: threading.Thread | None = None
         self._thread: threading.Thread | None = None
         self._done: list[Saved] = []
         self._error: SaveError | None = None
@@ -71,11 +70,14 @@ class Saver:
         return self._error is not None
 
     def allocate(self, tensors: dict[str, Any]) -> None:
-        """Get the host memory for saves of such `tensors` behind the loop's back: pinned memory is slow to get, and the
-        first save would wait for it. Where there isn't enough, that save tries again and raises."""
-        shards = {name: _local(tensor) for name, tensor in flatten(tensors).items()}
-        self._allocation = threading.Thread(target=self._allocate, args=(shards,))
-        self._allocation.start()
+        """Get the host memory for saves of such `tensors`: pinned memory is slow to get (about a second a GB), and the first
+        save would wait for it. Where there isn't enough, that save tries again and raises.
+
+        Not in a thread behind the first step: on an H200 kernels of that step then sometimes failed with illegal accesses.
+        """
+        with contextlib.suppress(RuntimeError):
+            for name, tensor in flatten(tensors).items():
+                self._room(name, _local(tensor))
 
     def save(self, step: int, tokens: int, tensors: dict[str, Any], values: dict[str, Any]) -> None:
         """Start to publish `step_XXXXXXXX`: returns when the tensors may change again.
@@ -85,9 +87,6 @@ class Saver:
         """
         start = time.perf_counter()
         self.wait()
-        if self._allocation is not None:
-            self._allocation.join()
-            self._allocation = None
         copying = time.perf_counter()
         shards, copied = self._copy(tensors)
         job = _Job(
@@ -110,14 +109,6 @@ class Saver:
         """Saves published since the last call."""
         done, self._done = self._done, []
         return done
-
-    def _allocate(self, shards: dict[str, Tensor]) -> None:
-        """In a thread, which isn't a daemon: Python would abort in the middle of CUDA's code when it ends."""
-        with contextlib.suppress(RuntimeError):
-            for name, shard in shards.items():
-                if not threading.main_thread().is_alive():
-                    return  # Python ends
-                self._room(name, shard)
 
     def _room(self, name: str, shard: Tensor) -> Tensor:
         if name not in self._host:

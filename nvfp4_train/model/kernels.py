@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nvfp4_kernels.triton import ops
+from nvfp4_kernels.triton import ops, ssd
 from nvfp4_kernels.triton.conv import LARGEST_KERNEL
 from torch import Tensor
 
@@ -19,24 +19,27 @@ from nvfp4_train.model.loss import slice_loss, slice_loss_triton
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import split_conv_silu_triton
+from nvfp4_train.model.triton_scan import ssd_triton
 
 
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deterministic: bool = True) -> str:
     """Have `model` run the kernels that `training.kernels` names, and return a line for the log.
 
-    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the convolution, the
-    gated norm and the cross entropy, and mamba-ssm's for the scan, each where it is found. "mamba_ssm" is the same, but
-    raises ConfigError without the scan's.
+    "torch" is the reference, on every device. "auto" takes on a GPU, in BF16, our Triton kernels for the scan, the
+    convolution, the gated norm and the cross entropy, each where it can. "mamba_ssm" is the same but for the scan, which is
+    mamba-ssm's; raises ConfigError where that can't run.
     Attention is PyTorch's: on a GPU one whose gradients repeat their bits or, unless `deterministic`, the fastest.
     """
     reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
-    no_scan, no_conv = reason or mamba_ssm_scan.load(), reason or _no_convolution(model)
-    no_norm = reason or _no_norm(model)
-    if kernels == "mamba_ssm" and no_scan:
+    package = kernels == "mamba_ssm"
+    no_scan = reason or (mamba_ssm_scan.load() if package else _no_scan(model))
+    no_conv, no_norm = reason or _no_convolution(model), reason or _no_norm(model)
+    if package and no_scan:
         raise ConfigError(f"training.kernels=mamba_ssm, but {no_scan}: use training.kernels=auto or torch.")
+    scan = mamba_ssm_scan.ssd_mamba_ssm if package else ssd_triton
     for module in model.modules():
         if isinstance(module, Mamba2):
-            module.scan = ssd_chunked if no_scan else mamba_ssm_scan.ssd_mamba_ssm
+            module.scan = ssd_chunked if no_scan else scan
             module.conv1d.split_conv_silu = conv.split_conv_silu if no_conv else split_conv_silu_triton
             module.norm.fused = no_norm is None
     attention = _choose_attention(model, device, deterministic)
@@ -46,13 +49,17 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
         return f"scan, convolution, attention and cross entropy in PyTorch ({reason})"
     if reason:
         return f"scan, convolution and cross entropy in PyTorch ({reason}); attention {attention}"
-    scan = f"in PyTorch ({no_scan})"
-    if not no_scan:
-        scan = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton, {mamba_ssm_scan.tiles})"
-    convolution = f"in PyTorch ({no_conv})" if no_conv else "with SiLU by nvfp4_kernels (Triton)"
-    norm = f"in PyTorch ({no_norm})" if no_norm else "by nvfp4_kernels (Triton)"
-    loss = f"in PyTorch ({no_loss})" if no_loss else "by nvfp4_kernels (Triton)"
-    return f"scan {scan}; convolution {convolution}; gated norm {norm}; attention {attention}; cross entropy {loss}"
+    scans = _whose(no_scan)
+    if package:
+        scans = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton, {mamba_ssm_scan.tiles})"
+    return (
+        f"scan {scans}; convolution with SiLU {_whose(no_conv)}; gated norm {_whose(no_norm)}; attention {attention}; "
+        f"cross entropy {_whose(no_loss)}"
+    )
+
+
+def _whose(missing: str | None) -> str:
+    return f"in PyTorch ({missing})" if missing else "by nvfp4_kernels (Triton)"
 
 
 def _unfit(model: HybridModel, device: torch.device) -> str | None:
@@ -99,6 +106,14 @@ def _no_triton() -> str | None:
     """Why our Triton kernels can't run, or None."""
     found, report = ops.report()
     return None if found else report
+
+
+def _no_scan(model: HybridModel) -> str | None:
+    """Why the scan's kernels can't run, or None. Larger heads and states would not stay in registers."""
+    for name in ("mamba_head_dim", "ssm_state_size"):
+        if (size := getattr(model.cfg, name)) > ssd.LARGEST:
+            return f"model.{name}={size} is more than {ssd.LARGEST}"
+    return _no_triton()
 
 
 def _no_norm(model: HybridModel) -> str | None:

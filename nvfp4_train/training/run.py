@@ -188,7 +188,7 @@ def _launch(
     peers.wait_for_disks = (saving, processes.control)  # a rewind has checkpoints checked over the latter
     saver = Saver(folder.checkpoints, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every, saving)
     if device.type == "cuda":
-        saver.allocate(state.tensors())  # done before the first step has compiled
+        saver.allocate(state.tensors())
     with MetricsWriter(folder.metrics if processes.first else None) as writer:
         if start.checkpoint is not None:
             writer.event("resume", step=state.step, tokens=state.tokens, changed=start.changed)

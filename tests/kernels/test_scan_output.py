@@ -74,15 +74,15 @@ def check_decay(length, heads, chunk, device):
     excess = (got_decay.double().cpu() - decay).abs() - chunk * unit * terms.abs().sum(-1, keepdim=True)
     assert excess.max() <= 0
     for given in ((before, last, after), (None, None, None)):
-        more, at_end, direct = (torch.zeros(()) if t is None else t.double() for t in given)
+        more, at_end, left = (torch.zeros(()) if t is None else t.double() for t in given)
         loss = (steps * dsteps).sum() + (decay * (ddecay + more)).sum()
-        loss = loss + (decay[..., -1] * at_end).sum() + (terms * direct).sum()
+        loss = loss + (decay[..., -1] * at_end).sum() + ((decay[..., -1:] - decay) * left).sum()
         want_ddt, want_da = torch.autograd.grad(loss, leaves, retain_graph=True)
         grads = [None if t is None else t.to(device) for t in (dsteps, ddecay, *given)]
         results = [chunk_decay_backward(*on_device, *grads) for _ in range(2)]
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         got_ddt, got_da = (t.double().cpu() for t in results[0])
-        largest = (ddecay.double() + more).abs().sum(-1).max() + at_end.abs().max() + direct.abs().max()
+        largest = (ddecay.double() + more).abs().sum(-1).max() + at_end.abs().max() + left.abs().sum(-1).max()
         limit = (chunk + 5) * unit * largest
         assert (got_ddt - want_ddt).abs().max() <= limit
         assert (got_da - want_da).abs().max() <= 2 * length * (limit + (chunk + 2 * chunks) * unit * largest)

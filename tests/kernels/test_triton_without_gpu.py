@@ -197,6 +197,12 @@ def check_scan_states():
         tile |= {"heads": 2, "columns": 16}
     check(DOCUMENTS, torch.float32, "cpu")
 
+def check_whole_scan():
+    from tests.kernels.test_ssd import check
+
+    check(False, 128)
+    check(True, 64, head_dim=32, state=24)
+
 x = torch.randn(16, 272) * torch.exp(2 * torch.randn(16, 1))
 x[:, :16], x[3, 20:40], x[8:16, 100:200] = 0, -0.0, x[8:16, 100:200] * 1e-6
 x[5, 64:80] = torch.tensor([6, 0.25, -0.75, 1.25, 1.75, 2.5, -3.5, 5, -0.25, 0.75, 1.25, 1.75, -2.5, 3.5, 5, 0.1])
@@ -213,6 +219,7 @@ CASES = {
     "scan": "check_scan()",
     "scan's output": "check_scan_output()",
     "states of the scan": "check_scan_states()",
+    "whole scan": "check_whole_scan()",
     "square": "check_square(x.bfloat16(), 'operand'), check_square(x, 'codes')",
 }
 

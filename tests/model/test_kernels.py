@@ -13,7 +13,7 @@ import torch
 from torch._inductor import config as inductor
 
 from nvfp4_train.errors import ConfigError
-from nvfp4_train.model import flex, mamba_ssm_scan, triton_conv
+from nvfp4_train.model import flex, mamba_ssm_scan, triton_conv, triton_scan
 from nvfp4_train.model.attention import Attention
 from nvfp4_train.model.conv import conv_silu, split_conv_silu
 from nvfp4_train.model.hybrid import HybridModel
@@ -23,6 +23,7 @@ from nvfp4_train.model.mamba_ssm_scan import ssd_mamba_ssm
 from nvfp4_train.model.mamba_ssm_tiles import TILES, pin
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import split_conv_silu_triton
+from nvfp4_train.model.triton_scan import ssd_triton
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -40,7 +41,7 @@ def documents(device="cpu", length=40):
 
 
 class Stub:
-    """Has the kernels' two functions, computed by the reference."""
+    """Has mamba-ssm's two functions as we put them together, computed by the reference."""
 
     @staticmethod
     def forward(x, dt, A, B, C, D, chunk_size, seq_idx):
@@ -60,12 +61,25 @@ class Stub:
             return pool.submit(gradients).result()
 
 
+class OurStub(Stub):
+    """The same of our kernels'."""
+
+    CHUNKS = (64, 128)
+
+    @staticmethod
+    def backward(*arguments):
+        *tensors, seq_idx = arguments
+        return Stub.backward(*tensors, 64, seq_idx)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_operator_passes_everything_through(monkeypatch, compiled, masked):
+@pytest.mark.parametrize("scan", [ssd_triton, ssd_mamba_ssm])
+def test_the_operator_passes_everything_through(monkeypatch, scan, compiled, masked):
     monkeypatch.setattr(mamba_ssm_scan, "_kernels", Stub)
+    monkeypatch.setattr(triton_scan, "ssd", OurStub)
     seq_idx = documents() if masked else None
-    scan = torch.compile(ssd_mamba_ssm, backend="aot_eager", fullgraph=True) if compiled else ssd_mamba_ssm
+    scan = torch.compile(scan, backend="aot_eager", fullgraph=True) if compiled else scan
     results = []
     for function in (scan, ssd_chunked):
         leaves = inputs()
@@ -165,12 +179,12 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
 
 @inductor.patch(deterministic=False)
 @pytest.mark.parametrize(("deterministic", "kernel"), [(True, flex.repeatable), (False, flex.fastest)])
-def test_the_attention_of_a_gpu(tiny, monkeypatch, deterministic, kernel):
-    monkeypatch.setattr(mamba_ssm_scan, "load", lambda: "it is not installed")
+def test_the_attention_of_a_gpu(tiny, deterministic, kernel):
+    tiny.ssm_state_size = 256
     tiny.head_dim = 16
     model = HybridModel(tiny, "meta")
     line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
-    assert line.startswith("scan in PyTorch (it is not installed); convolution ")
+    assert line.startswith("scan in PyTorch (model.ssm_state_size=256 is more than 128); convolution ")
     word = str(deterministic).lower()
     assert ("attention by cuDNN" in line) != deterministic
     assert f"training.deterministic={word}" in line
@@ -189,8 +203,7 @@ def test_the_attention_of_a_gpu(tiny, monkeypatch, deterministic, kernel):
 
 
 @inductor.patch(deterministic=False)
-def test_heads_too_small_for_the_kernel(tiny, monkeypatch):
-    monkeypatch.setattr(mamba_ssm_scan, "load", lambda: "it is not installed")
+def test_heads_too_small_for_the_kernel(tiny):
     model = HybridModel(tiny, "meta")
     for deterministic, how in ((True, "in matrix products"), (False, "as PyTorch chooses")):
         line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
@@ -239,13 +252,14 @@ def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_reference_on_the_device(masked):
-    if missing := mamba_ssm_scan.load():
+@pytest.mark.parametrize("scan", [ssd_triton, ssd_mamba_ssm])
+def test_equals_the_reference_on_the_device(scan, masked):
+    if scan is ssd_mamba_ssm and (missing := mamba_ssm_scan.load()):
         pytest.skip(missing)
     seq_idx = documents("cuda", 300) if masked else None
     results = []
     for function, dtype in (
-        (ssd_mamba_ssm, torch.bfloat16),
+        (scan, torch.bfloat16),
         (ssd_chunked, torch.bfloat16),
         (ssd_chunked, torch.float32),
     ):
@@ -285,7 +299,7 @@ def test_the_model_on_the_device(tiny):
         model = HybridModel(tiny, "cuda")
         initialize_(model, 0)
         line = choose_kernels(model, kernels, torch.device("cuda"))
-        for kernel in ("convolution with SiLU", "gated norm", "cross entropy"):
+        for kernel in ("scan", "convolution with SiLU", "gated norm", "cross entropy"):
             assert (f"{kernel} by nvfp4_kernels" in line) == (kernels == "auto")
         tokens = torch.randint(97, (2, 64), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         model.loss(tokens, tokens)[0].backward()

@@ -36,8 +36,8 @@ def chunk_decay_backward(
     """The gradients of dt, fp32 [B, S, heads], contiguous, and of A, fp32 [heads], of `chunk_decay`. Sums in a fixed order.
 
     dt, a: as there; dsteps: the gradient of dt by chunks, ddecay that of its running sums, both contiguous. To ddecay are
-    added `before` (as ddecay) and `last` [B, heads, chunks], of a chunk's last sum; and to the gradient of dt A that follows
-    from them, `after` (as ddecay): shares that others computed. All fp32 and contiguous.
+    added `before` (as ddecay) and `last` [B, heads, chunks], of a chunk's last sum: shares that others computed. `after` (as
+    ddecay) is the gradient of what a chunk's last sum is more than each. All fp32 and contiguous.
     """
     from nvfp4_kernels.triton.scan_decay_kernels import decay_backward_kernel
 

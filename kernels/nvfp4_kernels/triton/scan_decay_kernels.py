@@ -32,8 +32,8 @@ def decay_backward_kernel(
     """The gradients of dt and A from those of `decay_kernel`'s results: program (chunk, HEADS heads, batch).
 
     Each running sum has all dt A up to its token, so that their gradients sum from behind: of ddecay, before (both as decay)
-    and last [B, heads, chunks], at the chunk's last token. after, as decay, is added to these sums, the gradient of dt A.
-    Each of the three may be None. ddt: fp32 [B, S, heads], contiguous; da: fp32 [B, chunks, heads], A's by chunk.
+    and last [B, heads, chunks], at the chunk's last token. Those of the sums after tokens, `after`, as decay, sum from the
+    front. Each of the three may be None. ddt: fp32 [B, S, heads], contiguous; da: fp32 [B, chunks, heads], A's by chunk.
     """
     chunk, batch = tl.program_id(0), tl.program_id(2).to(tl.int64)
     head, t = tl.program_id(1) * HEADS + tl.arange(0, HEADS), tl.arange(0, CHUNK)
@@ -47,7 +47,8 @@ def decay_backward_kernel(
         grad += tl.where((t == CHUNK - 1)[None, :], tl.load(last + row, head < heads, 0.0)[:, None], 0.0)
     grad = tl.cumsum(grad, 1, reverse=True)
     if after is not None:
-        grad += tl.load(after + at, here, 0.0)
+        # Of the tokens before: shifted by one, since a sum less its last term would be rounded twice.
+        grad += tl.cumsum(tl.load(after + at - 1, here & (t > 0)[None, :], 0.0), 1)
     there = here & (token < length)[None, :]
     read = dt + batch * dt_batch + token.to(tl.int64)[None, :] * dt_row + head[:, None] * dt_head
     by_chunk = tl.sum(grad * tl.load(read, there, 0.0), 1)

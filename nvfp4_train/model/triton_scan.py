@@ -1,0 +1,83 @@
+"""The selective scan by our Triton kernels, as a custom operator that torch.compile takes whole."""
+
+from __future__ import annotations
+
+import torch
+from nvfp4_kernels.triton import ssd
+from torch import Tensor
+
+
+def ssd_triton(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    chunk_size: int,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype.
+
+    Chunks are an order of computation: here they are of 64 tokens, or of 128 where chunk_size says more.
+    """
+    chunk = next((size for size in ssd.CHUNKS if chunk_size <= size), ssd.CHUNKS[-1])
+    seq_idx = None if seq_idx is None else seq_idx.to(torch.int32)
+    return torch.ops.nvfp4_train.ssd(x, dt, A, B, C, D, chunk, seq_idx)[0]
+
+
+@torch.library.custom_op("nvfp4_train::ssd", mutates_args=())
+def _forward(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk: int, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return ssd.forward(x, dt, A, B, C, D, chunk, seq_idx)
+
+
+@_forward.register_fake
+def _(x, dt, A, B, C, D, chunk, seq_idx):
+    batch, length, heads, head_dim = x.shape
+    chunks = -(-length // chunk)
+    sums = (batch, heads, chunks, chunk)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        dt.new_empty(sums),
+        dt.new_empty(sums),
+        C.new_empty(batch, chunks, heads, head_dim, C.shape[-1]),
+    )
+
+
+@torch.library.custom_op("nvfp4_train::ssd_backward", mutates_args=())
+def _backward(
+    dy: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor,
+    kept: list[Tensor],
+    seq_idx: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return ssd.backward(dy.contiguous(), x, dt, A, B, C, D, *kept, seq_idx)
+
+
+@_backward.register_fake
+def _(dy, x, dt, A, B, C, D, kept, seq_idx):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt, A, B, C, D))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, _, seq_idx = inputs
+    ctx.save_for_backward(*tensors, seq_idx, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 8
+    *tensors, seq_idx, steps, decay, states = ctx.saved_tensors
+    grads = torch.ops.nvfp4_train.ssd_backward(dy, *tensors, [steps, decay, states], seq_idx)
+    return (*grads, None, None)
+
+
+_forward.register_autograd(_gradients, setup_context=_setup_context)
