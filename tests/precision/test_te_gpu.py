@@ -55,7 +55,9 @@ def test_an_fp8_step_is_near_a_bf16_step(recipe):
     with runtime.all_bf16():
         expected, wanted = step(model, runtime, 2)
     for got, exact in zip([y, *gradients], [expected, *wanted], strict=True):
-        assert (got.float() - exact.float()).norm() < 0.15 * exact.float().norm()
+        # E4M3 errs by 2^-4 / sqrt(3) / 1.4 of a number (rms), so after two layers about e = 0.05 of a sum; that turns around
+        # e / pi of ReLU's gates, which is sqrt(2 e / pi) = 0.18 of a gradient.
+        assert (got.float() - exact.float()).norm() < 0.25 * exact.float().norm()
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
