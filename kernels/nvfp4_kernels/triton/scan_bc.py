@@ -7,10 +7,8 @@ import torch
 from nvfp4_kernels.triton.conv import document_ids
 from nvfp4_kernels.triton.scan import power
 
-TOKENS, TILE = (
-    64,
-    64,
-)  # tokens of a program, and those of the other (C for B) that it multiplies scores by at a time
+TOKENS = 64  # of a program
+TILE = 64  # tokens of the other (C for B) that scores are multiplied by at a time
 PART = 64  # channels of a head at a time: a head of 80 is 64 and 16, not padded to 128
 WARPS, STAGES = 4, 3
 
@@ -30,35 +28,35 @@ def bc_gradients(
     """The gradients of B and C, and the decay's through states.
 
     Tensors as of `scan.inside_chunks_backward`, dscores as it returns them; states: like dstates, those that chunks begin
-    with. Returns dB and dC in B's dtype, contiguous [B, S, groups, N]; and fp32, as decay, what exp(a_last - a_j) (next) and
-    exp(a_i) (before) of each token are worth, times themselves. Sums in a fixed order. Raises ValueError for chunks that are
-    no multiple of TOKENS.
+    with. Returns dB and dC in B's dtype, contiguous [B, S, groups, N]; and, fp32 as decay, the gradients of a_last - a_j
+    (after) and of a_i (before) in the factors of each token. Sums in a fixed order. Raises ValueError for chunks that are
+    no multiple of 64 tokens.
     """
     from nvfp4_kernels.triton.scan_bc_kernels import bc_kernel
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
-    if chunk % TOKENS:
+    if chunk % 64:
         raise ValueError(
-            f"the kernel of the scan's gradients takes chunks of multiples of {TOKENS} tokens, not {chunk}"
+            f"the kernel of B's and C's gradients takes chunks of multiples of 64 tokens, not {chunk}"
         )
-    ids = document_ids(seq_idx)
+    ids, tokens = document_ids(seq_idx), min(TOKENS, chunk)
     constants = {
         "CHUNK": chunk,
-        "TOKENS": TOKENS,
+        "TOKENS": tokens,
         "TILE": TILE,
         "HEADS": heads // groups,
         "GROUPS": groups,
         "P": p,
     }
     constants |= {"PART": PART, "LAST": power(p - (p - 1) // PART * PART), "N": n, "STATE": power(n)}
-    constants |= {"MASKED": ids is not None, "num_warps": WARPS, "num_stages": STAGES}
+    constants |= {"MASKED": ids is not None, "num_warps": WARPS * tokens // TOKENS, "num_stages": STAGES}
 
     def gradient(rows, states, own, other, of_b):
         out = torch.empty(batch, length, groups, n, dtype=own.dtype, device=own.device)
         shares = torch.empty_like(decay)
         strides = [s for t in (rows, own, other, out) for s in t.stride()[:2]]
-        bc_kernel[(chunks * (chunk // TOKENS), groups, batch)](
+        bc_kernel[(chunks * (chunk // tokens), groups, batch)](
             rows, states, dt, decay, own, other, dscores, ids, out, shares, length, chunks, *strides, OF_B=of_b, **constants
         )  # fmt: skip
         return out, shares
