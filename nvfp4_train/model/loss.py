@@ -14,6 +14,8 @@ from nvfp4_train.model.norm import accumulation_dtype
 # Elements of one slice's logits: on a CPU their fp32 copy should stay in the last-level cache.
 SLICE_ELEMENTS = {"cpu": 2**21, "cuda": 2**28}
 
+PARTS = 16  # of hidden's gradient when it is scaled
+
 # (hidden [t, H], weight [V, H] in hidden's dtype, targets [t], keep [t], with gradient or not) -> (the slice's summed loss,
 # its gradient with respect to the logits [t, V] in hidden's dtype, or None)
 SliceLoss = Callable[[Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
@@ -75,6 +77,15 @@ def _add_product(total: Tensor | None, grad: Tensor, hidden: Tensor) -> Tensor:
     return product.to(accumulation_dtype(hidden.dtype)) if total is None else total.add_(product)
 
 
+def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
+    """gradient x factor (a scalar on the device), rounded once: on a GPU torch would first round the factor to bf16, by up
+    to 2^-8, and with it every gradient but the head's. In parts, whose copies in factor's precision take little memory."""
+    scaled = torch.empty_like(gradient)
+    for part, out in zip(gradient.chunk(PARTS), scaled.chunk(PARTS), strict=True):
+        torch.mul(part.to(factor.dtype), factor, out=out)
+    return scaled
+
+
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -103,7 +114,7 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         return (
-            (grad_hidden * grad).to(grad_hidden.dtype),
+            _scaled(grad_hidden, grad),
             grad_weight * grad.to(grad_weight.dtype),
             None,
             None,

@@ -77,6 +77,17 @@ class PrecisionRuntime:
         engines = {name: linear.engine for name, linear in self.linears.items()}
         return {name: engine.state() for name, engine in engines.items() if self.te and engine.state()}
 
+    @contextlib.contextmanager
+    def keeping_state(self) -> Iterator[None]:
+        """Afterwards `state()` is as it was: around a validation, whose maxima delayed scaling would take for training's."""
+        tensors = [tensor for state in self.state().values() for tensor in state.values()]
+        before = [tensor.clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
+
     def begin_step(self, step: int) -> None:
         """Counters of step `step`, micro-batch 0."""
         self.counters[:, STEP] = step

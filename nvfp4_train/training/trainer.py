@@ -276,8 +276,9 @@ class Trainer:
 
         self._watchdog.pause()
         values = {}
-        for name, dataset in self.corpora.datasets.items():
-            values |= self._validate_on(name, dataset, look)
+        with self.precision.keeping_state():
+            for name, dataset in self.corpora.datasets.items():
+                values |= self._validate_on(name, dataset, look)
         return values
 
     def _validate_on(self, name: str, dataset: Dataset, look: Callable[[float], None]) -> dict[str, float]:

@@ -175,6 +175,19 @@ def test_on_the_device(monkeypatch, masked):
     assert not got[1][~keep].any()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+def test_what_the_loss_is_multiplied_with_is_not_rounded(device):
+    gen = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(70, 16, generator=gen).bfloat16(), torch.randn(50, 16, generator=gen)
+    hidden, weight = (t.to(device).requires_grad_() for t in (hidden, weight))
+    targets = torch.randint(50, (70,), generator=gen).to(device)
+    loss = head_loss(hidden, weight, targets)
+    (whole,) = torch.autograd.grad(loss, hidden, retain_graph=True)
+    third = torch.tensor(1 / 3, device=device)
+    (part,) = torch.autograd.grad(loss * third, hidden)
+    assert torch.equal(part, (whole.double() * third.double()).float().bfloat16())
+
+
 @needs_gpu
 @pytest.mark.gpu
 def test_on_the_device_the_logits_are_the_memory_it_takes():

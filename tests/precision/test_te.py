@@ -183,6 +183,9 @@ def test_delayed_scaling_has_state_to_save_and_the_others_none(te):
     }
     state["layers.1"]["scaling_fwd.scale"].fill_(5)  # the tensors in use: a checkpoint is loaded into them
     assert model.layers[1].engine.layer.fp8_meta["scaling_fwd"].scale[0] == 5
+    with runtime.keeping_state():  # a validation
+        state["layers.1"]["scaling_fwd.scale"].fill_(7)
+    assert state["layers.1"]["scaling_fwd.scale"][0] == 5
     assert PrecisionRuntime(Model(), config("fp8", te_recipe="block"), 4, 0).state() == {}
     assert [name for name, _ in model.named_parameters()] == [f"layers.{i}.weight" for i in range(4)]
 

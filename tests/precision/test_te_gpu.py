@@ -75,6 +75,20 @@ def test_a_resumed_run_goes_on_with_the_same_bits(recipe):
     assert torch.equal(step(other, resumed, 3)[0], expected)
 
 
+def test_a_validation_leaves_delayed_scaling_as_it_was():
+    results = []
+    for validates in (False, True):
+        model, runtime = build("delayed")
+        for seed in range(2):
+            step(model, runtime, seed)
+        if validates:
+            with torch.no_grad(), runtime.keeping_state():
+                model(torch.full((128, N), 100.0, dtype=torch.bfloat16, device="cuda"))
+        results.append([step(model, runtime, seed)[0] for seed in (2, 3)])
+    for without, beside in zip(*results, strict=True):
+        assert torch.equal(without, beside)
+
+
 @pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0), reason="this GPU has NVFP4"
 )
