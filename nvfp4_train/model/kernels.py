@@ -51,7 +51,7 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
         return f"scan, convolution and cross entropy in PyTorch ({reason}); attention {attention}"
     scans = _whose(no_scan)
     if package:
-        scans = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton, {mamba_ssm_scan.tiles})"
+        scans = f"by mamba-ssm {importlib.metadata.version('mamba-ssm')} (Triton)"
     return (
         f"scan {scans}; convolution with SiLU {_whose(no_conv)}; gated norm {_whose(no_norm)}; attention {attention}; "
         f"cross entropy {_whose(no_loss)}"

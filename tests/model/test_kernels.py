@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,7 +19,6 @@ from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.model.mamba_ssm_scan import ssd_mamba_ssm
-from nvfp4_train.model.mamba_ssm_tiles import TILES, pin
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import split_conv_silu_triton
 from nvfp4_train.model.triton_scan import ssd_triton
@@ -40,8 +38,20 @@ def documents(device="cpu", length=40):
     return (torch.arange(length, device=device) // 13)[None].expand(2, -1).contiguous()
 
 
+def reference_gradients(dy, inputs, chunk_size, seq_idx):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+
+    def gradients():
+        return torch.autograd.grad(ssd_chunked(*leaves, chunk_size, seq_idx), leaves, dy)
+
+    with ThreadPoolExecutor(1) as pool:  # inside an operator this thread has no autograd
+        return pool.submit(gradients).result()
+
+
 class Stub:
-    """Has mamba-ssm's two functions as we put them together, computed by the reference."""
+    """Has our kernels' two functions, computed by the reference."""
+
+    CHUNKS = (64, 128)
 
     @staticmethod
     def forward(x, dt, A, B, C, D, chunk_size, seq_idx):
@@ -51,33 +61,29 @@ class Stub:
         return ssd_chunked(x, dt, A, B, C, D, chunk_size, seq_idx), kept, kept.clone(), states
 
     @staticmethod
-    def backward(dy, x, dt, A, B, C, D, dt_chunks, decay, states, chunk_size, seq_idx):
-        leaves = [t.detach().requires_grad_() for t in (x, dt, A, B, C, D)]
-
-        def gradients():
-            return torch.autograd.grad(ssd_chunked(*leaves, chunk_size, seq_idx), leaves, dy)
-
-        with ThreadPoolExecutor(1) as pool:  # inside an operator this thread has no autograd
-            return pool.submit(gradients).result()
+    def backward(dy, x, dt, A, B, C, D, steps, decay, states, seq_idx):
+        return reference_gradients(dy, (x, dt, A, B, C, D), 64, seq_idx)
 
 
-class OurStub(Stub):
-    """The same of our kernels'."""
-
-    CHUNKS = (64, 128)
+class PackageStub:
+    """Has mamba-ssm's two functions, likewise."""
 
     @staticmethod
-    def backward(*arguments):
-        *tensors, seq_idx = arguments
-        return Stub.backward(*tensors, 64, seq_idx)
+    def _mamba_chunk_scan_combined_fwd(x, dt, A, B, C, chunk_size, D, seq_idx):
+        return ssd_chunked(x, dt, A, B, C, D, chunk_size, seq_idx), None
+
+    @staticmethod
+    def _mamba_chunk_scan_combined_bwd(dy, x, dt, A, B, C, y, chunk_size, D, seq_idx):
+        assert y.shape == x.shape
+        return (*reference_gradients(dy, (x, dt, A, B, C, D), chunk_size, seq_idx), None)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("scan", [ssd_triton, ssd_mamba_ssm])
 def test_the_operator_passes_everything_through(monkeypatch, scan, compiled, masked):
-    monkeypatch.setattr(mamba_ssm_scan, "_kernels", Stub)
-    monkeypatch.setattr(triton_scan, "ssd", OurStub)
+    monkeypatch.setattr(mamba_ssm_scan, "_package", PackageStub)
+    monkeypatch.setattr(triton_scan, "ssd", Stub)
     seq_idx = documents() if masked else None
     scan = torch.compile(scan, backend="aot_eager", fullgraph=True) if compiled else scan
     results = []
@@ -138,18 +144,8 @@ def test_the_convolutions_operator_passes_everything_through(monkeypatch, compil
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-# What is taken from each module of the package.
-FUNCTIONS = {
-    "ssd_bmm": ("_bmm_chunk_bwd",),
-    "ssd_chunk_scan": ("_chunk_scan_bwd_dC", "_chunk_scan_bwd_dstates"),
-    "ssd_chunk_state": ("_chunk_cumsum_bwd", "_chunk_state_bwd_db"),
-    "ssd_combined": ("_mamba_chunk_scan_combined_fwd",),
-    "ssd_state_passing": ("_state_passing_bwd",),
-}
-
-
 def test_why_the_package_is_not_used(monkeypatch, tmp_path):
-    monkeypatch.setattr(mamba_ssm_scan, "_kernels", None)
+    monkeypatch.setattr(mamba_ssm_scan, "_package", None)
     if importlib.util.find_spec("mamba_ssm") is None:
         assert mamba_ssm_scan.load() == "mamba-ssm is not installed"
     package = tmp_path / "mamba_ssm"
@@ -162,19 +158,18 @@ def test_why_the_package_is_not_used(monkeypatch, tmp_path):
     try:
         assert mamba_ssm_scan.load() == "mamba-ssm 2.2.6 is older than 2.3"
         version = "2.3.2.post1"
-        assert "can't be imported (No module named 'mamba_ssm.ops.triton.ssd_bmm'" in mamba_ssm_scan.load()
-        for name, functions in FUNCTIONS.items():
-            text = "".join(f"def {function}(): ...\n" for function in functions)
-            (package / "ops" / "triton" / f"{name}.py").write_text(text)
+        assert (
+            "can't be imported (No module named 'mamba_ssm.ops.triton.ssd_combined'" in mamba_ssm_scan.load()
+        )
+        functions = "".join(f"def _mamba_chunk_scan_combined_{way}(): ...\n" for way in ("fwd", "bwd"))
+        (package / "ops" / "triton" / "ssd_combined.py").write_text(functions)
         importlib.invalidate_caches()
         assert mamba_ssm_scan.load() is None
-        assert mamba_ssm_scan._kernels.__name__ == "nvfp4_train.model.mamba_ssm_kernels"
-        assert mamba_ssm_scan.tiles == "the package's tiles"
+        assert mamba_ssm_scan._package.__name__ == "mamba_ssm.ops.triton.ssd_combined"
         assert "selective_scan_cuda" not in sys.modules
     finally:
         for name in [name for name in sys.modules if name.split(".")[0] == "mamba_ssm"]:
             del sys.modules[name]
-        sys.modules.pop("nvfp4_train.model.mamba_ssm_kernels", None)
 
 
 @inductor.patch(deterministic=False)
@@ -208,32 +203,6 @@ def test_heads_too_small_for_the_kernel(tiny):
     for deterministic, how in ((True, "in matrix products"), (False, "as PyTorch chooses")):
         line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
         assert f"; attention {how} (model.head_dim=8 is less than FlexAttention's 16)" in line
-
-
-def autotuner(*tiles):
-    configs = [
-        types.SimpleNamespace(kwargs=kwargs, num_warps=warps, num_stages=stages, pre_hook=object())
-        for kwargs, warps, stages in tiles
-    ]
-    return types.SimpleNamespace(configs=configs)
-
-
-def test_the_scan_runs_the_tiles_of_the_table():
-    name, *others = TILES
-    small = ({"BLOCK_SIZE_M": 16, "BLOCK_SIZE_N": 16, "BLOCK_SIZE_K": 16}, 4, 1)
-    module = types.ModuleType("ssd")
-    vars(module).update({other: autotuner(small, TILES[other], small) for other in others[1:]})
-    vars(module).update({name: autotuner(small, small), "_another_kernel": autotuner(small, small)})
-    before = {
-        key: kernel.configs
-        for key, kernel in vars(module).items()
-        if isinstance(kernel, types.SimpleNamespace)
-    }
-    assert pin([types.ModuleType("empty"), module], lambda configs: configs[1:]) == [name, others[0]]
-    for other in others[1:]:
-        assert vars(module)[other].configs == [before[other][1]], "the package's own object, with its hook"
-    assert vars(module)[name].configs == before[name][1:]
-    assert vars(module)["_another_kernel"].configs == before["_another_kernel"]
 
 
 def test_on_a_cpu_the_reference_runs_and_the_log_says_why(tiny):
