@@ -19,7 +19,7 @@ from nvfp4_train.model.loss import slice_loss, slice_loss_triton
 from nvfp4_train.model.mamba2 import Mamba2
 from nvfp4_train.model.ssd import ssd_chunked
 from nvfp4_train.model.triton_conv import split_conv_silu_triton
-from nvfp4_train.model.triton_scan import ssd_triton
+from nvfp4_train.model.triton_scan import chunk_of, ssd_triton
 
 
 def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deterministic: bool = True) -> str:
@@ -32,7 +32,7 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
     """
     reason = "training.kernels=torch" if kernels == "torch" else _unfit(model, device)
     package = kernels == "mamba_ssm"
-    no_scan = reason or (mamba_ssm_scan.load() if package else _no_scan(model))
+    no_scan = reason or (mamba_ssm_scan.load() if package else _no_scan(model, device))
     no_conv, no_norm = reason or _no_convolution(model), reason or _no_norm(model)
     if package and no_scan:
         raise ConfigError(f"training.kernels=mamba_ssm, but {no_scan}: use training.kernels=auto or torch.")
@@ -108,12 +108,11 @@ def _no_triton() -> str | None:
     return None if found else report
 
 
-def _no_scan(model: HybridModel) -> str | None:
-    """Why the scan's kernels can't run, or None. Larger heads and states would not stay in registers."""
-    for name in ("mamba_head_dim", "ssm_state_size"):
-        if (size := getattr(model.cfg, name)) > ssd.LARGEST:
-            return f"model.{name}={size} is more than {ssd.LARGEST}"
-    return _no_triton()
+def _no_scan(model: HybridModel, device: torch.device) -> str | None:
+    """Why the scan's kernels can't run, or None."""
+    cfg = model.cfg
+    sizes = cfg.mamba_num_heads, cfg.mamba_head_dim, cfg.n_groups, cfg.ssm_state_size
+    return _no_triton() or ssd.unfit(*sizes, chunk_of(cfg.chunk_size), device)
 
 
 def _no_norm(model: HybridModel) -> str | None:

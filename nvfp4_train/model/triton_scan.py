@@ -7,6 +7,11 @@ from nvfp4_kernels.triton import ssd
 from torch import Tensor
 
 
+def chunk_of(chunk_size: int) -> int:
+    """The chunks that the kernels take for `model.chunk_size`: chunks are an order of computation."""
+    return next((size for size in ssd.CHUNKS if chunk_size <= size), ssd.CHUNKS[-1])
+
+
 def ssd_triton(
     x: Tensor,
     dt: Tensor,
@@ -17,13 +22,9 @@ def ssd_triton(
     chunk_size: int,
     seq_idx: Tensor | None = None,
 ) -> Tensor:
-    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype.
-
-    Chunks are an order of computation: here they are of 64 tokens, or of 128 where chunk_size says more.
-    """
-    chunk = next((size for size in ssd.CHUNKS if chunk_size <= size), ssd.CHUNKS[-1])
+    """`ssd.ssd_chunked` on a GPU, but that y is rounded to x's dtype, and chunks are of 64 or 128 tokens."""
     seq_idx = None if seq_idx is None else seq_idx.to(torch.int32)
-    return torch.ops.nvfp4_train.ssd(x, dt, A, B, C, D, chunk, seq_idx)[0]
+    return torch.ops.nvfp4_train.ssd(x, dt, A, B, C, D, chunk_of(chunk_size), seq_idx)[0]
 
 
 @torch.library.custom_op("nvfp4_train::ssd", mutates_args=())

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from nvfp4_kernels.triton import ssd
 from torch._inductor import config as inductor
 
 from nvfp4_train.errors import ConfigError
@@ -179,7 +180,7 @@ def test_the_attention_of_a_gpu(tiny, deterministic, kernel):
     tiny.head_dim = 16
     model = HybridModel(tiny, "meta")
     line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)
-    assert line.startswith("scan in PyTorch (model.ssm_state_size=256 is more than 128); convolution ")
+    assert line.startswith("scan in PyTorch (the scan's state=256 is more than 128); convolution ")
     word = str(deterministic).lower()
     assert ("attention by cuDNN" in line) != deterministic
     assert f"training.deterministic={word}" in line
@@ -197,8 +198,22 @@ def test_the_attention_of_a_gpu(tiny, deterministic, kernel):
     assert model.attention_mask(numbers, numbers) is numbers
 
 
+def test_a_gpu_that_the_scan_does_not_fit_into(monkeypatch):
+    errors = pytest.importorskip("triton.runtime.errors")
+
+    def full(*arguments):
+        raise errors.OutOfResources(123392, 101376, "shared memory")
+
+    monkeypatch.setattr(ssd, "forward", full)
+    reason = ssd.unfit(4, 16, 2, 16, 64, torch.device("cpu"))
+    assert reason.startswith(
+        "the scan's kernels don't fit into this GPU (out of resource: shared memory, Required: 123392"
+    )
+
+
 @inductor.patch(deterministic=False)
 def test_heads_too_small_for_the_kernel(tiny):
+    tiny.ssm_state_size = 256
     model = HybridModel(tiny, "meta")
     for deterministic, how in ((True, "in matrix products"), (False, "as PyTorch chooses")):
         line = choose_kernels(model, "auto", torch.device("cuda"), deterministic)

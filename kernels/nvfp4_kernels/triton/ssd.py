@@ -20,6 +20,24 @@ LARGEST = 128  # head_dim and state
 Tensor = torch.Tensor
 
 
+def unfit(heads: int, head_dim: int, groups: int, state: int, chunk: int, device: torch.device) -> str | None:
+    """Why the kernels can't run on this GPU with such sizes, or None: tried on a chunk of zeros."""
+    from triton.runtime.errors import OutOfResources
+
+    for name, size in (("head_dim", head_dim), ("state", state)):
+        if size > LARGEST:
+            return f"the scan's {name}={size} is more than {LARGEST}"
+    x = torch.zeros(1, chunk, heads, head_dim, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(1, chunk, groups, state, dtype=torch.bfloat16, device=device)
+    dt, d = torch.zeros(1, chunk, heads, device=device), torch.zeros(heads, device=device)
+    try:
+        y, *kept = forward(x, dt, d, b, b, d, chunk, None)
+        backward(y, x, dt, d, b, b, d, *kept, None)
+    except OutOfResources as error:
+        return f"the scan's kernels don't fit into this GPU ({error})"
+    return None
+
+
 def forward(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk: int, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
