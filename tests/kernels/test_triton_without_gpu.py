@@ -198,7 +198,7 @@ def check_scan_states():
     check(DOCUMENTS, torch.float32, "cpu")
 
 def check_whole_scan():
-    from tests.kernels.test_ssd import check
+    from tests.kernels.test_whole_scan import check
 
     check(False, 128)
     check(True, 64, head_dim=32, state=24)
