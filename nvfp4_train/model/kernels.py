@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from nvfp4_kernels.triton import ops, ssd
+from nvfp4_kernels.triton import ops, scan
 from nvfp4_kernels.triton.conv import LARGEST_KERNEL
 from torch import Tensor
 
@@ -36,10 +36,10 @@ def choose_kernels(model: HybridModel, kernels: str, device: torch.device, deter
     no_conv, no_norm = reason or _no_convolution(model), reason or _no_norm(model)
     if package and no_scan:
         raise ConfigError(f"training.kernels=mamba_ssm, but {no_scan}: use training.kernels=auto or torch.")
-    scan = mamba_ssm_scan.ssd_mamba_ssm if package else ssd_triton
+    fast_scan = mamba_ssm_scan.ssd_mamba_ssm if package else ssd_triton
     for module in model.modules():
         if isinstance(module, Mamba2):
-            module.scan = ssd_chunked if no_scan else scan
+            module.scan = ssd_chunked if no_scan else fast_scan
             module.conv1d.split_conv_silu = conv.split_conv_silu if no_conv else split_conv_silu_triton
             module.norm.fused = no_norm is None
     attention = _choose_attention(model, device, deterministic)
@@ -112,7 +112,7 @@ def _no_scan(model: HybridModel, device: torch.device) -> str | None:
     """Why the scan's kernels can't run, or None."""
     cfg = model.cfg
     sizes = cfg.mamba_num_heads, cfg.mamba_head_dim, cfg.n_groups, cfg.ssm_state_size
-    return _no_triton() or ssd.unfit(*sizes, chunk_of(cfg.chunk_size), device)
+    return _no_triton() or scan.unfit(*sizes, chunk_of(cfg.chunk_size), device)
 
 
 def _no_norm(model: HybridModel) -> str | None:

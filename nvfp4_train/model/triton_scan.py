@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from nvfp4_kernels.triton import ssd
+from nvfp4_kernels.triton import scan
 from torch import Tensor
 
 
 def chunk_of(chunk_size: int) -> int:
     """The chunks that the kernels take for `model.chunk_size`: chunks are an order of computation."""
-    return next((size for size in ssd.CHUNKS if chunk_size <= size), ssd.CHUNKS[-1])
+    return next((size for size in scan.CHUNKS if chunk_size <= size), scan.CHUNKS[-1])
 
 
 def ssd_triton(
@@ -31,7 +31,7 @@ def ssd_triton(
 def _forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk: int, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return ssd.forward(x, dt, A, B, C, D, chunk, seq_idx)
+    return scan.forward(x, dt, A, B, C, D, chunk, seq_idx)
 
 
 @_forward.register_fake
@@ -59,7 +59,7 @@ def _backward(
     kept: list[Tensor],
     seq_idx: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return ssd.backward(dy.contiguous(), x, dt, A, B, C, D, *kept, seq_idx)
+    return scan.backward(dy.contiguous(), x, dt, A, B, C, D, *kept, seq_idx)
 
 
 @_backward.register_fake

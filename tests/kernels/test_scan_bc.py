@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.test_scan import DOCUMENTS, LENGTH, SHAPES, cut, inputs
+from tests.kernels.test_scan_inside import DOCUMENTS, LENGTH, SHAPES, cut, inputs
 
 
 def arguments(dtype, **sizes):

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from tests.kernels.test_scan import CHUNK, CHUNKS, LENGTH, cut, inputs
+from tests.kernels.test_scan_inside import CHUNK, CHUNKS, LENGTH, cut, inputs
 
 # They end inside blocks, with the chunk, and inside the second chunk.
 DOCUMENTS = torch.tensor([[0] * 30 + [1] * 98 + [2] * 72, [5] * 150 + [6] * 50])

@@ -171,12 +171,12 @@ def check_cross_entropy():
     check_non_finite(300, "cpu")
 
 def check_scan():
-    from tests.kernels import test_scan, test_scan_bc
+    from tests.kernels import test_scan_bc, test_scan_inside
 
-    for ids in (None, test_scan.DOCUMENTS):
-        for test in (test_scan, test_scan_bc):
+    for ids in (None, test_scan_inside.DOCUMENTS):
+        for test in (test_scan_inside, test_scan_bc):
             test.check(ids, torch.float32, "cpu")
-    for test in (test_scan, test_scan_bc):  # nothing past the end
+    for test in (test_scan_inside, test_scan_bc):  # nothing past the end
         test.check(None, torch.float32, "cpu", heads=2, groups=1, head_dim=80, length=64, chunk=64)
 
 def check_scan_output():
@@ -198,7 +198,7 @@ def check_scan_states():
     check(DOCUMENTS, torch.float32, "cpu")
 
 def check_whole_scan():
-    from tests.kernels.test_whole_scan import check
+    from tests.kernels.test_scan import check
 
     check(False, 128)
     check(True, 64, head_dim=32, state=24)
@@ -248,7 +248,7 @@ from nvfp4_kernels.native import fp8_kernels
 from nvfp4_kernels.triton import blockscaled_kernels, conv, conv_kernels, cross_entropy, kernels, producers
 from nvfp4_kernels.triton.cross_entropy_kernels import cross_entropy_kernel
 from nvfp4_kernels.triton import scan_decay, scan_decay_kernels, scan_output, scan_output_kernels
-from nvfp4_kernels.triton import scan, scan_bc, scan_bc_kernels, scan_kernels
+from nvfp4_kernels.triton import scan_bc, scan_bc_kernels, scan_inside, scan_inside_kernels
 from nvfp4_kernels.triton import scan_states_kernels
 
 def build(kernel, num_warps=2, **types):
@@ -329,13 +329,13 @@ for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels
     types = {"length": i32, **pointers, **parts, **chunk}
     ptx = build(kernel, **{name: types[name] for name in kernel.arg_names})
     assert "cvt.rn.bf16" in ptx
-types = dict.fromkeys(scan_kernels.inside_chunk_kernel.arg_names, i32)
+types = dict.fromkeys(scan_inside_kernels.inside_chunk_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx", "dscores"), bf16s) | {"seq_idx": halves}
 types |= dict.fromkeys(("dt", "decay", "d", "ddt", "ddecay", "dd"), floats)
-types |= {"X_ROW": 6144, "DY_ROW": 4096, "B_ROW": 6144, "C_ROW": 6144, "DX_ROW": 4096, "CHUNK": 128, "BLOCK": scan.BLOCK}
-types |= {"TILE": scan.TILE, "STRIPS": scan.WARPS, "HEADS": 8, "GROUPS": 8, "P": 80, "PART": scan.PART, "LAST": 16}
-types |= {"N": 128, "STATE": 128, "MASKED": True, "WHOLE": False}
-build(scan_kernels.inside_chunk_kernel, scan.WARPS, **types)
+types |= {"X_ROW": 6144, "DY_ROW": 4096, "B_ROW": 6144, "C_ROW": 6144, "DX_ROW": 4096, "CHUNK": 128}
+types |= {"BLOCK": scan_inside.BLOCK, "TILE": scan_inside.TILE, "STRIPS": scan_inside.WARPS, "HEADS": 8, "GROUPS": 8}
+types |= {"P": 80, "PART": scan_inside.PART, "LAST": 16, "N": 128, "STATE": 128, "MASKED": True, "WHOLE": False}
+build(scan_inside_kernels.inside_chunk_kernel, scan_inside.WARPS, **types)
 tiles = scan_output.TILES[0]
 types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)

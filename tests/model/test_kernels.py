@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from nvfp4_kernels.triton import ssd
+from nvfp4_kernels.triton import scan
 from torch._inductor import config as inductor
 
 from nvfp4_train.errors import ConfigError
@@ -84,7 +84,7 @@ class PackageStub:
 @pytest.mark.parametrize("scan", [ssd_triton, ssd_mamba_ssm])
 def test_the_operator_passes_everything_through(monkeypatch, scan, compiled, masked):
     monkeypatch.setattr(mamba_ssm_scan, "_package", PackageStub)
-    monkeypatch.setattr(triton_scan, "ssd", Stub)
+    monkeypatch.setattr(triton_scan, "scan", Stub)
     seq_idx = documents() if masked else None
     scan = torch.compile(scan, backend="aot_eager", fullgraph=True) if compiled else scan
     results = []
@@ -204,8 +204,8 @@ def test_a_gpu_that_the_scan_does_not_fit_into(monkeypatch):
     def full(*arguments):
         raise errors.OutOfResources(123392, 101376, "shared memory")
 
-    monkeypatch.setattr(ssd, "forward", full)
-    reason = ssd.unfit(4, 16, 2, 16, 64, torch.device("cpu"))
+    monkeypatch.setattr(scan, "forward", full)
+    reason = scan.unfit(4, 16, 2, 16, 64, torch.device("cpu"))
     assert reason.startswith(
         "the scan's kernels don't fit into this GPU (out of resource: shared memory, Required: 123392"
     )

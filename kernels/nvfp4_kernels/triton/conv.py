@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from nvfp4_kernels.triton.shapes import document_ids
+
 # Channels of a program and its warps: four channels a lane, whose rows of a warp are 256 contiguous bytes in bf16.
 WIDTH, WARPS = 256, 2
 # Tokens of a program, and those that it reads at once. A chunk of the backward pass is one addend of the weight's gradient.
@@ -84,8 +86,3 @@ def backward(
     )  # fmt: skip
     total = sums.sum(0)
     return dx, total[:k].T.contiguous()[:, None], total[k]
-
-
-def document_ids(seq_idx: torch.Tensor | None) -> torch.Tensor | None:
-    """Document numbers as the kernels read them: int32, contiguous."""
-    return None if seq_idx is None else seq_idx.to(torch.int32).contiguous()

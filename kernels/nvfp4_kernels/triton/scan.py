@@ -1,63 +1,74 @@
-"""PyTorch tensors in and out of the scan's backward kernel."""
+"""Mamba-2's selective scan (arXiv 2405.21060) by chunks, forward and backward, of its kernels.
+
+Chunks are independent but for the state that each begins with. forward: steps and decays by chunks, the states (which walk
+through a sequence's chunks), every chunk's output. backward the other way round.
+"""
 
 from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.triton.conv import document_ids
+from nvfp4_kernels.triton.scan_bc import bc_gradients
+from nvfp4_kernels.triton.scan_decay import chunk_decay, chunk_decay_backward
+from nvfp4_kernels.triton.scan_inside import inside_chunks_backward
+from nvfp4_kernels.triton.scan_output import chunk_outputs
+from nvfp4_kernels.triton.scan_states import chunk_states, chunk_states_backward
 
-BLOCK, TILE = 64, 64  # tokens of a program, and readers of them at a time
-PART = 64  # channels of a head at a time: a head of 80 is 64 and 16, not padded to 128
-LARGEST_CHUNK = 128  # of longer ones a program's tiles would not stay in registers
-WARPS, STAGES = 4, 1
+CHUNKS = 64, 128  # tokens
+LARGEST = 128  # head_dim and state
+
+Tensor = torch.Tensor
 
 
-def inside_chunks_backward(
-    x: torch.Tensor,
-    dy: torch.Tensor,
-    dt: torch.Tensor,
-    decay: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    dstates: torch.Tensor,
-    d: torch.Tensor,
-    seq_idx: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of Mamba-2's scan that need no other chunk.
+def unfit(heads: int, head_dim: int, groups: int, state: int, chunk: int, device: torch.device) -> str | None:
+    """Why the kernels can't run on this GPU with such sizes, or None: tried on a chunk of zeros."""
+    from triton.runtime.errors import OutOfResources
 
-    x, dy: [B, S, heads, P], the last dimension contiguous and heads next to each other; b, c: [B, S, groups, N] likewise;
-    dt, decay: fp32 [B, heads, chunks, chunk], contiguous, decay the running sums of dt A; dstates: [B, chunks, heads, P, N],
-    contiguous, the gradient of the state that a chunk leaves; d: fp32 [heads]; seq_idx: int32 [B, S] or None.
+    for name, size in (("head_dim", head_dim), ("state", state)):
+        if size > LARGEST:
+            return f"the scan's {name}={size} is more than {LARGEST}"
+    x = torch.zeros(1, chunk, heads, head_dim, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(1, chunk, groups, state, dtype=torch.bfloat16, device=device)
+    dt, d = torch.zeros(1, chunk, heads, device=device), torch.zeros(heads, device=device)
+    try:
+        y, *kept = forward(x, dt, d, b, b, d, chunk, None)
+        backward(y, x, dt, d, b, b, d, *kept, None)
+    except OutOfResources as error:
+        return f"the scan's kernels don't fit into this GPU ({error})"
+    return None
 
-    Returns dx (with the skip d and the state's share, x's dtype); ddt fp32 as dt, without decay's share; ddecay fp32 as
-    decay, of the products inside chunks; dscores [B, chunks, groups, chunk (j), chunk (i)], the gradient of C_i B_j, in x's
-    dtype, as the products with B and C need it; dd fp32 [heads]. Sums in a fixed order. Raises ValueError for a chunk that
-    is not 64 or 128 tokens.
+
+def forward(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk: int, seq_idx: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y [B, S, heads, P] in x's dtype, and what `backward` takes: dt and the running sums of dt A, fp32 [B, heads, chunks,
+    chunk], and the states that chunks begin with, b's dtype [B, chunks, heads, P, N].
+
+    x: [B, S, heads, P]; dt: fp32 [B, S, heads], after softplus; a: fp32 [heads], negative; b, c: [B, S, groups, N] in x's
+    dtype, all with a contiguous last dimension and heads or groups next to each other; d: fp32 [heads]; chunk: one of
+    CHUNKS; seq_idx: int32 [B, S], in every row non-decreasing, one number a document, or None.
     """
-    from nvfp4_kernels.triton.scan_kernels import inside_chunk_kernel
-
-    (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
-    chunks, chunk = dt.shape[2:]
-    if chunk % 64 or chunk > LARGEST_CHUNK:
-        raise ValueError(f"the scan's kernel takes chunks of 64 or {LARGEST_CHUNK} tokens, not {chunk}")
-    block = min(BLOCK, chunk)
-    blocks, strips = chunk // block, WARPS * block // BLOCK  # a strip is a warp's tokens
-    last, state = power(p - (p - 1) // PART * PART), power(n)
-    ids = document_ids(seq_idx)
-    dx, ddt = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device), torch.empty_like(dt)
-    ddecay = torch.empty(blocks * strips + 1, *decay.shape, dtype=torch.float32, device=x.device)
-    dscores = torch.empty(batch, chunks, groups, chunk, chunk, dtype=x.dtype, device=b.device)
-    dd = torch.empty(blocks, batch, chunks, heads, dtype=torch.float32, device=x.device)
-    strides = [t.stride(d) for d in (0, 1) for t in (x, dy, b, c, dx)]
-    inside_chunk_kernel[(chunks * blocks, groups, batch)](
-        x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, ddecay, dscores, dd, length, chunks, *strides,
-        CHUNK=chunk, BLOCK=block, TILE=min(TILE, block), STRIPS=strips, HEADS=heads // groups, GROUPS=groups, P=p, PART=PART,
-        LAST=last, N=n, STATE=state, MASKED=ids is not None,
-        WHOLE=length % chunk == 0 and (p - last) % PART == 0 and n == state, num_warps=strips, num_stages=STAGES,
-    )  # fmt: skip
-    return dx, ddt, ddecay.sum(0), dscores, dd.sum((0, 1, 2))
+    steps, decay = chunk_decay(dt, a, chunk)
+    states = chunk_states(x, b, steps, decay, seq_idx)
+    return chunk_outputs(x, steps, decay, b, c, states, d, seq_idx), steps, decay, states
 
 
-def power(n: int) -> int:
-    """The least power of two that holds n, at least 16: the size of a tile."""
-    return max(16, 1 << (n - 1).bit_length())
+def backward(
+    dy: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    d: Tensor,
+    steps: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    seq_idx: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dt, a, b, c and d of `forward`, in their dtypes and contiguous, the same bits every time."""
+    dstates, last = chunk_states_backward(c, dy, decay, states, seq_idx)
+    dx, dsteps, ddecay, dscores, dd = inside_chunks_backward(x, dy, steps, decay, b, c, dstates, d, seq_idx)
+    db, dc, after, before = bc_gradients(x, dy, steps, decay, b, c, states, dstates, dscores, seq_idx)
+    ddt, da = chunk_decay_backward(dt, a, dsteps, ddecay, before, last, after)
+    return dx, ddt, da, db, dc, dd

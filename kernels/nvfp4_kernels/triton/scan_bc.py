@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.triton.conv import document_ids
-from nvfp4_kernels.triton.scan import power
+from nvfp4_kernels.triton.shapes import document_ids, power
 
 TOKENS = 64  # of a program
 TILE = 64  # tokens of the other (C for B) that scores are multiplied by at a time
@@ -27,10 +26,10 @@ def bc_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of B and C, and the decay's through states.
 
-    Tensors as of `scan.inside_chunks_backward`, dscores as it returns them; states: like dstates, those that chunks begin
-    with. Returns dB and dC in B's dtype, contiguous [B, S, groups, N]; and, fp32 as decay, the gradients of a_last - a_j
-    (after) and of a_i (before) in the factors of each token. Sums in a fixed order. Raises ValueError for chunks that are
-    no multiple of 64 tokens.
+    Tensors as of `scan_inside.inside_chunks_backward`, dscores as it returns them; states: like dstates, those that chunks
+    begin with. Returns dB and dC in B's dtype, contiguous [B, S, groups, N]; and, fp32 as decay, the gradients of
+    a_last - a_j (after) and of a_i (before) in the factors of each token. Sums in a fixed order. Raises ValueError for
+    chunks that are no multiple of 64 tokens.
     """
     from nvfp4_kernels.triton.scan_bc_kernels import bc_kernel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.triton.conv import document_ids
+from nvfp4_kernels.triton.shapes import document_ids, power
 
 # Tokens of a program, its warps, and the stages of its loop over heads: the first that fits into the GPU's shared memory.
 TILES = (128, 8, 3), (64, 4, 2), (64, 4, 1)
@@ -40,7 +40,7 @@ def chunk_outputs(
     if chunk not in (64, 128):
         raise ValueError(f"the scan's output kernel takes chunks of 64 or 128 tokens, not {chunk}")
     width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 need too many registers
-    rest, state = _power(p - width), _power(n)
+    rest, state = power(p - width) if p > width else 0, power(n)
     block, warps, stages = _tiles(chunk, width + rest, state, x)
     y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
     ids = document_ids(seq_idx)
@@ -62,7 +62,3 @@ def _tiles(chunk: int, width: int, state: int, x: torch.Tensor) -> tuple[int, in
         if block <= chunk and elements * x.element_size() + OTHER_BYTES <= limit:
             break
     return tiles
-
-
-def _power(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length()) if n > 0 else 0

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nvfp4_kernels.triton.scan_kernels import LOG2E, load_tile
+from nvfp4_kernels.triton.scan_tiles import LOG2E, load_tile
 
 
 @triton.jit

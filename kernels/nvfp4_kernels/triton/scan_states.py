@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from nvfp4_kernels.triton.conv import document_ids
+from nvfp4_kernels.triton.shapes import document_ids, power
 
 CHUNKS = 64, 128  # tokens; of longer ones a program's tiles would not fit into shared memory
 # Of a program: heads, columns of their states, a warp's part of a head's state, a thread's most registers (None: as many
@@ -73,9 +73,9 @@ def _layout(
     (batch, _, heads, p), (groups, n), chunk = x.shape, b.shape[2:], decay.shape[3]
     if chunk not in CHUNKS:
         raise ValueError(f"the kernels of the scan's states take chunks of 64 or 128 tokens, not {chunk}")
-    width = _power(p)
+    width = power(p)
     own = math.gcd(tile["heads"], heads // groups)
-    part = min(_power(n), tile["columns"])
+    part = min(power(n), tile["columns"])
     warps = max(1, width * part // tile["numbers"])
     constants = {
         "CHUNK": chunk, "HEADS": own, "GROUP_HEADS": heads // groups, "GROUPS": groups, "P": p, "WIDTH": width, "N": n,
@@ -83,7 +83,3 @@ def _layout(
         "maxnreg": tile["registers"],
     }  # fmt: skip
     return (-(-n // part), heads // own, batch), constants
-
-
-def _power(n: int) -> int:
-    return max(16, 1 << (n - 1).bit_length())

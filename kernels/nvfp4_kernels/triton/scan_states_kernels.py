@@ -12,14 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from nvfp4_kernels.triton.scan_kernels import LOG2E
-
-
-@triton.jit
-def _tile(at, row_stride, row, column, rows, COLUMNS: tl.constexpr):
-    """`scan_kernels.load_tile` inside one chunk: 32 bits hold its offsets, half the registers of the loop's."""
-    mask = (row < rows)[:, None] & (column < COLUMNS)[None, :]
-    return tl.load(at + (row[:, None] * row_stride + column[None, :]), mask, 0.0)
+from nvfp4_kernels.triton.scan_tiles import LOG2E, load_tile
 
 
 @triton.jit
@@ -63,10 +56,10 @@ def states_kernel(
         a = a + (tl.load(decay + at + k),)
         total = total + (tl.load(decay + at + CHUNK - 1),)
         step = step + (tl.load(dt + at + k),)
-        own_x = own_x + (_tile(x + h * P, x_row, k, p, tl.minimum(length, CHUNK), P),)
+        own_x = own_x + (load_tile(x + h * P, x_row, k, p, tl.minimum(length, CHUNK), P),)
     # Without the hoisting of all addresses, which takes the registers of the tiles.
     for chunk in tl.range(chunks - 1, disable_licm=True):  # they are whole: no state is made of the last
-        b_k = _tile(b, b_row, k, n, CHUNK, N)
+        b_k = load_tile(b, b_row, k, n, CHUNK, N)
         states += ALL * P * N
         rows = tl.minimum(length - (chunk + 1) * CHUNK, CHUNK)
         x += CHUNK * x_row
@@ -84,7 +77,7 @@ def states_kernel(
                 weight = tl.where(own == last, weight, 0.0)
                 fade = tl.where(last == before, fade, 0.0)
             fed = (own_x[h].to(tl.float32) * weight[:, None]).to(b_k.dtype)
-            next_x = next_x + (_tile(x + h * P, x_row, k, p, rows, P),)
+            next_x = next_x + (load_tile(x + h * P, x_row, k, p, rows, P),)
             value = tl.dot(tl.trans(fed), b_k, state[h] * fade)
             tl.store(states + h * P * N + state_at, value.to(states.dtype.element_ty), inside)
             new = new + (value,)
@@ -137,10 +130,10 @@ def states_backward_kernel(
         if MASKED:
             kept = tl.where(last == before, kept, 0.0)
         fade = fade + (kept,)
-        own_dy = own_dy + (_tile(dy + h * P, dy_row, k, p, rows, P),)
+        own_dy = own_dy + (load_tile(dy + h * P, dy_row, k, p, rows, P),)
     for back in tl.range(chunks - 1, disable_licm=True):
         chunk = end - 1 - back  # the one that leaves the state whose gradient dy of the next one completes
-        c_k = _tile(c, c_row, k, n, rows, N)
+        c_k = load_tile(c, c_row, k, n, rows, N)
         states, dstates = states - ALL * P * N, dstates - ALL * P * N
         dy -= CHUNK * dy_row
         new, next_dy, next_a, next_fade = (), (), (), ()
@@ -155,7 +148,7 @@ def states_backward_kernel(
                 weight = tl.where(own == before, weight, 0.0)
             read = (own_dy[h].to(tl.float32) * weight[:, None]).to(c_k.dtype)
             state = tl.load(states + h * P * N + state_at, inside, 0.0)  # on its way during the product
-            next_dy = next_dy + (_tile(dy + h * P, dy_row, k, p, CHUNK, P),)
+            next_dy = next_dy + (load_tile(dy + h * P, dy_row, k, p, CHUNK, P),)
             value = tl.dot(tl.trans(read), c_k, dstate[h] * fade[h])
             kept = tl.exp2(next_total * LOG2E)
             if MASKED:

@@ -12,16 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def load_tile(at, row_stride, row, column, rows, COLUMNS: tl.constexpr, WHOLE: tl.constexpr = False):
-    """[row, column] of a matrix, zeros past `rows` and COLUMNS; WHOLE: nothing is past them."""
-    at += row[:, None] * row_stride + column[None, :]
-    if WHOLE:
-        return tl.load(at)
-    return tl.load(at, (row < rows)[:, None] & (column < COLUMNS)[None, :], 0.0)
+from nvfp4_kernels.triton.scan_tiles import LOG2E, load_tile
 
 
 @triton.jit
