@@ -73,7 +73,7 @@ class Saver:
         """Get the host memory for saves of such `tensors`: pinned memory is slow to get (about a second a GB), and the first
         save would wait for it. Where there isn't enough, that save tries again and raises.
 
-        Not in a thread behind the first step: on an H200 kernels of that step then sometimes failed with illegal accesses.
+        Not in a thread beside the first step, whose kernels then failed at times on an H200: docs/results/restarts.md.
         """
         with contextlib.suppress(RuntimeError):
             for name, tensor in flatten(tensors).items():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from nvfp4_kernels.triton import scan
+from nvfp4_kernels.triton.shapes import CHUNKS
 from torch import Tensor
 
 
 def chunk_of(chunk_size: int) -> int:
     """The chunks that the kernels take for `model.chunk_size`: chunks are an order of computation."""
-    return next((size for size in scan.CHUNKS if chunk_size <= size), scan.CHUNKS[-1])
+    return next((size for size in CHUNKS if chunk_size <= size), CHUNKS[-1])
 
 
 def ssd_triton(

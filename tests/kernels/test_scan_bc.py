@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.test_scan_inside import DOCUMENTS, LENGTH, SHAPES, cut, inputs
+from tests.kernels.test_scan_inside import cut, inputs, on_the_device
 
 
 def arguments(dtype, **sizes):
@@ -69,13 +69,7 @@ def check(ids, dtype, device, **sizes):
         assert excess <= 0, f"{name}: {excess} beyond its bound"
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_its_formula_on_the_device(masked, shape):
-    ids = DOCUMENTS[:, : shape.get("length", LENGTH)] if masked else None
-    check(ids, torch.bfloat16, "cuda", heads=16, groups=2, state=128, **shape)
+test_equals_its_formula_on_the_device = on_the_device(check)
 
 
 def test_refuses_other_chunks():

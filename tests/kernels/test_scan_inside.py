@@ -98,13 +98,21 @@ SHAPES = [{"head_dim": 32}, {"head_dim": 64}, {"head_dim": 80}]
 SHAPES += [{"head_dim": 64, "length": 192, "chunk": 64}, {"head_dim": 80, "length": 128}]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_equals_its_formula_on_the_device(masked, shape):
-    ids = DOCUMENTS[:, : shape.get("length", LENGTH)] if masked else None
-    check(ids, torch.bfloat16, "cuda", heads=16, groups=2, state=128, **shape)
+def on_the_device(check):
+    """The test that `check` holds on a GPU, in bf16, for all SHAPES."""
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test(masked, shape):
+        ids = DOCUMENTS[:, : shape.get("length", LENGTH)] if masked else None
+        check(ids, torch.bfloat16, "cuda", heads=16, groups=2, state=128, **shape)
+
+    return test
+
+
+test_equals_its_formula_on_the_device = on_the_device(check)
 
 
 def test_refuses_other_chunks():

@@ -339,7 +339,7 @@ build(scan_inside_kernels.inside_chunk_kernel, scan_inside.WARPS, **types)
 tiles = scan_output.TILES[0]
 types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)
-types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": tiles[0], "HEADS": 8, "GROUPS": 8, "PARTS": scan_output.PARTS}
+types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": tiles[0], "HEADS": 8, "GROUPS": 8}
 types |= {"P": 80, "WIDTH": 64, "REST": 16, "N": 128, "STATE": 128, "MASKED": True, "STAGES": tiles[2]}
 build(scan_output_kernels.output_kernel, tiles[1], **types)
 sizes = dict.fromkeys(("length", "heads", "chunks", "dt_batch", "dt_row", "dt_head"), i32) | {"CHUNK": 128}

@@ -7,6 +7,7 @@ through a sequence's chunks), every chunk's output. backward the other way round
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from nvfp4_kernels.triton.scan_bc import bc_gradients
 from nvfp4_kernels.triton.scan_decay import chunk_decay, chunk_decay_backward
@@ -14,22 +15,23 @@ from nvfp4_kernels.triton.scan_inside import inside_chunks_backward
 from nvfp4_kernels.triton.scan_output import chunk_outputs
 from nvfp4_kernels.triton.scan_states import chunk_states, chunk_states_backward
 
-CHUNKS = 64, 128  # tokens
 LARGEST = 128  # head_dim and state
-
-Tensor = torch.Tensor
+TRIED = (
+    16  # chunks: Triton compiles integers that 16 divides, and 1, for themselves, and a run's are mostly such
+)
 
 
 def unfit(heads: int, head_dim: int, groups: int, state: int, chunk: int, device: torch.device) -> str | None:
-    """Why the kernels can't run on this GPU with such sizes, or None: tried on a chunk of zeros."""
+    """Why the kernels can't run on this GPU with such sizes, or None: tried on zeros."""
     from triton.runtime.errors import OutOfResources
 
     for name, size in (("head_dim", head_dim), ("state", state)):
         if size > LARGEST:
             return f"the scan's {name}={size} is more than {LARGEST}"
-    x = torch.zeros(1, chunk, heads, head_dim, dtype=torch.bfloat16, device=device)
-    b = torch.zeros(1, chunk, groups, state, dtype=torch.bfloat16, device=device)
-    dt, d = torch.zeros(1, chunk, heads, device=device), torch.zeros(heads, device=device)
+    length = TRIED * chunk
+    x = torch.zeros(1, length, heads, head_dim, dtype=torch.bfloat16, device=device)
+    b = torch.zeros(1, length, groups, state, dtype=torch.bfloat16, device=device)
+    dt, d = torch.zeros(1, length, heads, device=device), torch.zeros(heads, device=device)
     try:
         y, *kept = forward(x, dt, d, b, b, d, chunk, None)
         backward(y, x, dt, d, b, b, d, *kept, None)
@@ -46,7 +48,7 @@ def forward(
 
     x: [B, S, heads, P]; dt: fp32 [B, S, heads], after softplus; a: fp32 [heads], negative; b, c: [B, S, groups, N] in x's
     dtype, all with a contiguous last dimension and heads or groups next to each other; d: fp32 [heads]; chunk: one of
-    CHUNKS; seq_idx: int32 [B, S], in every row non-decreasing, one number a document, or None.
+    `shapes.CHUNKS`; seq_idx: int32 [B, S], in every row non-decreasing, one number a document, or None.
     """
     steps, decay = chunk_decay(dt, a, chunk)
     states = chunk_states(x, b, steps, decay, seq_idx)

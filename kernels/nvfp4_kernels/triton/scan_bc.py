@@ -35,27 +35,22 @@ def bc_gradients(
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
-    if chunk % 64:
+    if chunk % TOKENS:
         raise ValueError(
-            f"the kernel of B's and C's gradients takes chunks of multiples of 64 tokens, not {chunk}"
+            f"the kernel of B's and C's gradients takes chunks of multiples of {TOKENS} tokens, not {chunk}"
         )
-    ids, tokens = document_ids(seq_idx), min(TOKENS, chunk)
+    ids = document_ids(seq_idx)
     constants = {
-        "CHUNK": chunk,
-        "TOKENS": tokens,
-        "TILE": TILE,
-        "HEADS": heads // groups,
-        "GROUPS": groups,
-        "P": p,
-    }
-    constants |= {"PART": PART, "LAST": power(p - (p - 1) // PART * PART), "N": n, "STATE": power(n)}
-    constants |= {"MASKED": ids is not None, "num_warps": WARPS * tokens // TOKENS, "num_stages": STAGES}
+        "CHUNK": chunk, "TOKENS": TOKENS, "TILE": TILE, "HEADS": heads // groups, "GROUPS": groups, "P": p, "PART": PART,
+        "LAST": power(p - (p - 1) // PART * PART), "N": n, "STATE": power(n), "MASKED": ids is not None, "num_warps": WARPS,
+        "num_stages": STAGES,
+    }  # fmt: skip
 
     def gradient(rows, states, own, other, of_b):
         out = torch.empty(batch, length, groups, n, dtype=own.dtype, device=own.device)
         shares = torch.empty_like(decay)
         strides = [s for t in (rows, own, other, out) for s in t.stride()[:2]]
-        bc_kernel[(chunks * (chunk // tokens), groups, batch)](
+        bc_kernel[(chunks * (chunk // TOKENS), groups, batch)](
             rows, states, dt, decay, own, other, dscores, ids, out, shares, length, chunks, *strides, OF_B=of_b, **constants
         )  # fmt: skip
         return out, shares

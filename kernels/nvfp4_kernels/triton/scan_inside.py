@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.triton.shapes import document_ids, power
+from nvfp4_kernels.triton.shapes import document_ids, power, require_chunk
 
 BLOCK, TILE = 64, 64  # tokens of a program, and readers of them at a time
 PART = 64  # channels of a head at a time: a head of 80 is 64 and 16, not padded to 128
-LARGEST_CHUNK = 128  # of longer ones a program's tiles would not stay in registers
-WARPS, STAGES = 4, 1
+WARPS, STAGES = 4, 1  # a strip is a warp's tokens
 
 
 def inside_chunks_backward(
@@ -38,21 +37,18 @@ def inside_chunks_backward(
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
-    if chunk % 64 or chunk > LARGEST_CHUNK:
-        raise ValueError(f"the scan's kernel takes chunks of 64 or {LARGEST_CHUNK} tokens, not {chunk}")
-    block = min(BLOCK, chunk)
-    blocks, strips = chunk // block, WARPS * block // BLOCK  # a strip is a warp's tokens
-    last, state = power(p - (p - 1) // PART * PART), power(n)
+    require_chunk(chunk)
+    blocks, last, state = chunk // BLOCK, power(p - (p - 1) // PART * PART), power(n)
     ids = document_ids(seq_idx)
     dx, ddt = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device), torch.empty_like(dt)
-    ddecay = torch.empty(blocks * strips + 1, *decay.shape, dtype=torch.float32, device=x.device)
+    ddecay = torch.empty(blocks * WARPS + 1, *decay.shape, dtype=torch.float32, device=x.device)
     dscores = torch.empty(batch, chunks, groups, chunk, chunk, dtype=x.dtype, device=b.device)
     dd = torch.empty(blocks, batch, chunks, heads, dtype=torch.float32, device=x.device)
     strides = [t.stride(d) for d in (0, 1) for t in (x, dy, b, c, dx)]
     inside_chunk_kernel[(chunks * blocks, groups, batch)](
         x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, ddecay, dscores, dd, length, chunks, *strides,
-        CHUNK=chunk, BLOCK=block, TILE=min(TILE, block), STRIPS=strips, HEADS=heads // groups, GROUPS=groups, P=p, PART=PART,
+        CHUNK=chunk, BLOCK=BLOCK, TILE=TILE, STRIPS=WARPS, HEADS=heads // groups, GROUPS=groups, P=p, PART=PART,
         LAST=last, N=n, STATE=state, MASKED=ids is not None,
-        WHOLE=length % chunk == 0 and (p - last) % PART == 0 and n == state, num_warps=strips, num_stages=STAGES,
+        WHOLE=length % chunk == 0 and (p - last) % PART == 0 and n == state, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return dx, ddt, ddecay.sum(0), dscores, dd.sum((0, 1, 2))

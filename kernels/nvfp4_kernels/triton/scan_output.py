@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from nvfp4_kernels.triton.shapes import document_ids, power
+from nvfp4_kernels.triton.shapes import document_ids, power, require_chunk
 
 # Tokens of a program, its warps, and the stages of its loop over heads: the first that fits into the GPU's shared memory.
 TILES = (128, 8, 3), (64, 4, 2), (64, 4, 1)
-PARTS = 1  # programs that share a group's heads
 OTHER_BYTES = 16384  # at most, of a program's shared memory: dt and sums, and what the compiler needs to rearrange tiles
 
 
@@ -37,17 +36,16 @@ def chunk_outputs(
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
-    if chunk not in (64, 128):
-        raise ValueError(f"the scan's output kernel takes chunks of 64 or 128 tokens, not {chunk}")
+    require_chunk(chunk)
     width = max(16, 1 << p.bit_length() - 1)  # of 80 channels 64, and 16 apart: 128 need too many registers
     rest, state = power(p - width) if p > width else 0, power(n)
     block, warps, stages = _tiles(chunk, width + rest, state, x)
     y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
     ids = document_ids(seq_idx)
     strides = [s for t in (x, b, c) for s in t.stride()[:2]]
-    output_kernel[(chunks * (chunk // block), groups * PARTS, batch)](
+    output_kernel[(chunks * (chunk // block), groups, batch)](
         x, dt, decay, b, c, states, d, ids, y, length, chunks, *strides, CHUNK=chunk, BLOCK=block, HEADS=heads // groups,
-        GROUPS=groups, PARTS=PARTS, P=p, WIDTH=width, REST=rest, N=n, STATE=state, MASKED=ids is not None, STAGES=stages,
+        GROUPS=groups, P=p, WIDTH=width, REST=rest, N=n, STATE=state, MASKED=ids is not None, STAGES=stages,
         num_warps=warps,
     )  # fmt: skip
     return y

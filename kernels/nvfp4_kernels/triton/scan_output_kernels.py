@@ -84,22 +84,21 @@ def output_rows(
 @triton.jit
 def output_kernel(
     x, dt, decay, b, c, states, d, seq_idx, y, length, chunks, x_batch, x_row, b_batch, b_row, c_batch, c_row,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, PARTS: tl.constexpr,
-    P: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
+    WIDTH: tl.constexpr, REST: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, part of a group, batch): BLOCK tokens, HEADS / PARTS heads.
+    """Program (block, group, batch): BLOCK tokens, HEADS heads.
 
     x, y: [B, S, GROUPS x HEADS, P], y contiguous; b, c: [B, S, GROUPS, N]; dt, decay (the sums a): fp32 [B, heads, chunks,
     CHUNK]; states: [B, chunks, heads, P, N], those that chunks begin with; d: fp32 [heads]; seq_idx: int32 [B, S] or unused.
     WIDTH + REST, at least P, and STATE, at least N: powers of two, and REST may be 0.
     """
     BLOCKS: tl.constexpr = CHUNK // BLOCK
-    MINE: tl.constexpr = HEADS // PARTS
     ALL: tl.constexpr = GROUPS * HEADS
-    chunk, part, batch = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
+    chunk, group, batch = tl.program_id(0) // BLOCKS, tl.program_id(1), tl.program_id(2).to(tl.int64)
     start = chunk * CHUNK
-    group, first, token = part // PARTS, part * MINE, batch * length + start
+    first, token = group * HEADS, batch * length + start
     x += batch * x_batch + start.to(tl.int64) * x_row + first * P
     b += batch * b_batch + start.to(tl.int64) * b_row + group * N
     c += batch * c_batch + start.to(tl.int64) * c_row + group * N
@@ -111,6 +110,6 @@ def output_kernel(
         if tl.program_id(0) % BLOCKS == block:
             output_rows(
                 x, dt + sums, decay + sums, b, c, states, d + first, seq_idx, y + (token * ALL + first) * P, start,
-                length - start, chunks * CHUNK, x_row, b_row, c_row, ALL * P, block, BLOCK, MINE, P, WIDTH, REST, N, STATE,
+                length - start, chunks * CHUNK, x_row, b_row, c_row, ALL * P, block, BLOCK, HEADS, P, WIDTH, REST, N, STATE,
                 MASKED, STAGES,
             )  # fmt: skip

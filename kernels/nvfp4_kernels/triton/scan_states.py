@@ -6,9 +6,8 @@ import math
 
 import torch
 
-from nvfp4_kernels.triton.shapes import document_ids, power
+from nvfp4_kernels.triton.shapes import document_ids, power, require_chunk
 
-CHUNKS = 64, 128  # tokens; of longer ones a program's tiles would not fit into shared memory
 # Of a program: heads, columns of their states, a warp's part of a head's state, a thread's most registers (None: as many
 # as it likes; with 128, 16 warps share a multiprocessor) and stages of the loop over chunks.
 FORWARD = {"heads": 1, "columns": 128, "numbers": 1024, "registers": 128, "stages": 3}
@@ -71,8 +70,7 @@ def _layout(
 ) -> tuple[tuple[int, int, int], dict]:
     """Grid of either kernel, and its constants."""
     (batch, _, heads, p), (groups, n), chunk = x.shape, b.shape[2:], decay.shape[3]
-    if chunk not in CHUNKS:
-        raise ValueError(f"the kernels of the scan's states take chunks of 64 or 128 tokens, not {chunk}")
+    require_chunk(chunk)
     width = power(p)
     own = math.gcd(tile["heads"], heads // groups)
     part = min(power(n), tile["columns"])
