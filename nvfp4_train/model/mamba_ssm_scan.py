@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nvfp4_train.operators import operator
+
 OLDEST = (2, 3)  # of those before, the backward pass was wrong for several groups, or not deterministic
 _package: Any = None  # its module ssd_combined, once `load` has found it
 
@@ -66,7 +68,7 @@ def ssd_mamba_ssm(
     return torch.ops.nvfp4_train.ssd_mamba_ssm(x, dt, A, B, C, D, chunk_size, seq_idx)
 
 
-@torch.library.custom_op("nvfp4_train::ssd_mamba_ssm", mutates_args=())
+@operator("ssd_mamba_ssm")
 def _forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk_size: int, seq_idx: Tensor | None
 ) -> Tensor:
@@ -78,7 +80,7 @@ def _(x, dt, A, B, C, D, chunk_size, seq_idx):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("nvfp4_train::ssd_mamba_ssm_backward", mutates_args=())
+@operator("ssd_mamba_ssm_backward")
 def _backward(
     dy: Tensor,
     x: Tensor,

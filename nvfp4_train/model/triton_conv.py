@@ -6,6 +6,8 @@ import torch
 from nvfp4_kernels.triton import conv
 from torch import Tensor
 
+from nvfp4_train.operators import operator
+
 
 def split_conv_silu_triton(
     projected: Tensor,
@@ -36,7 +38,7 @@ class _SplitConvSilu(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-@torch.library.custom_op("nvfp4_train::conv_silu", mutates_args=())
+@operator("conv_silu")
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor, seq_idx: Tensor | None, a: int, b: int, c: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,7 +50,7 @@ def _(x, weight, bias, seq_idx, a, b, c):
     return tuple(x.new_empty(*x.shape[:-1], size) for size in (a, b, c))
 
 
-@torch.library.custom_op("nvfp4_train::split_conv_silu_backward", mutates_args=())
+@operator("split_conv_silu_backward")
 def _backward(
     dz: Tensor,
     da: Tensor,

@@ -7,6 +7,8 @@ from nvfp4_kernels.triton import scan
 from nvfp4_kernels.triton.shapes import CHUNKS
 from torch import Tensor
 
+from nvfp4_train.operators import operator
+
 
 def chunk_of(chunk_size: int) -> int:
     """The chunks that the kernels take for `model.chunk_size`: chunks are an order of computation."""
@@ -28,7 +30,7 @@ def ssd_triton(
     return torch.ops.nvfp4_train.ssd(x, dt, A, B, C, D, chunk_of(chunk_size), seq_idx)[0]
 
 
-@torch.library.custom_op("nvfp4_train::ssd", mutates_args=())
+@operator("ssd")
 def _forward(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, chunk: int, seq_idx: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -48,7 +50,7 @@ def _(x, dt, A, B, C, D, chunk, seq_idx):
     )
 
 
-@torch.library.custom_op("nvfp4_train::ssd_backward", mutates_args=())
+@operator("ssd_backward")
 def _backward(
     dy: Tensor,
     x: Tensor,

@@ -14,6 +14,7 @@ from nvfp4_kernels.native.tensor import NativeTensor, aligned_codes
 from nvfp4_kernels.swizzle import swizzled_bytes
 from torch import nn
 
+from nvfp4_train.operators import operator
 from nvfp4_train.precision.formats import key_of
 from nvfp4_train.precision.recipe import LinearPlan
 
@@ -96,7 +97,7 @@ def _empty(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-@torch.library.custom_op("nvfp4_train::native_linear", mutates_args=())
+@operator("native_linear")
 def native_linear(
     x: torch.Tensor, x_amax: torch.Tensor | None, weight: torch.Tensor,
     codes: torch.Tensor, scales: torch.Tensor, turned_codes: torch.Tensor, turned_scales: torch.Tensor,
@@ -140,7 +141,7 @@ def _(
     return y, aligned_codes(features, tokens, x.device), scales, x.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("nvfp4_train::native_linear_backward", mutates_args=())
+@operator("native_linear_backward")
 def native_linear_backward(
     dy: torch.Tensor, x: torch.Tensor, x_codes: torch.Tensor, x_scales: torch.Tensor, x_amax: torch.Tensor,
     weight: torch.Tensor, turned_codes: torch.Tensor, turned_scales: torch.Tensor, weight_amax: torch.Tensor,

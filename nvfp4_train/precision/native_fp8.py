@@ -12,6 +12,7 @@ from nvfp4_kernels.native import fp8
 from nvfp4_kernels.native.fp8 import Fp8Tensor
 from torch.nn import functional as F
 
+from nvfp4_train.operators import operator
 from nvfp4_train.precision import health
 from nvfp4_train.precision.native import PreparedOperands
 from nvfp4_train.precision.ops import record
@@ -66,7 +67,7 @@ def _whole(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()
 
 
-@torch.library.custom_op("nvfp4_train::fp8_linear", mutates_args=())
+@operator("fp8_linear")
 def fp8_linear(
     x: torch.Tensor, weight: torch.Tensor,
     codes: torch.Tensor, scales: torch.Tensor, turned_codes: torch.Tensor, turned_scales: torch.Tensor,
@@ -108,7 +109,7 @@ def _(x, weight, codes, scales, turned_codes, turned_scales, rng, spec, backend,
     return y, saved, x.new_empty(blocks, features, dtype=torch.float32)
 
 
-@torch.library.custom_op("nvfp4_train::fp8_linear_backward", mutates_args=())
+@operator("fp8_linear_backward")
 def fp8_linear_backward(
     dy: torch.Tensor, x: torch.Tensor, x_codes: torch.Tensor, x_scales: torch.Tensor, weight: torch.Tensor,
     turned_codes: torch.Tensor, turned_scales: torch.Tensor, rng: torch.Tensor, spec: str, backend: str,

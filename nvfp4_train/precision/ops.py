@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
+from nvfp4_train.operators import operator
 from nvfp4_train.precision import formats, health
 from nvfp4_train.precision.formats import Quantized
 from nvfp4_train.precision.recipe import LinearPlan
@@ -17,7 +18,7 @@ from nvfp4_train.precision.recipe import LinearPlan
 _WGRAD_OPERAND = {"cpu": "operand_fp32"}
 
 
-@torch.library.custom_op("nvfp4_train::linear", mutates_args=())
+@operator("linear")
 def linear(
     x: torch.Tensor,
     x_amax: torch.Tensor | None,
@@ -68,7 +69,7 @@ def _(x, x_amax, weight, fprop_weight, dgrad_weight, weight_amax, rng, spec, tra
     return y, *(x.new_empty(shape, dtype=torch.uint8) for shape in shapes), amax
 
 
-@torch.library.custom_op("nvfp4_train::linear_backward", mutates_args=())
+@operator("linear_backward")
 def linear_backward(
     dy: torch.Tensor,
     x: torch.Tensor,

@@ -14,6 +14,8 @@ from nvfp4_kernels import SIGNS, producers
 from torch import Tensor
 from torch.nn import functional as F
 
+from nvfp4_train.operators import operator
+
 
 class Activation(NamedTuple):
     """A linear layer's input and what was measured while it was made.
@@ -70,7 +72,7 @@ def squared_relu(x: Tensor, into=None) -> Tensor | Activation:
     return F.relu(x).square()
 
 
-@torch.library.custom_op("nvfp4_train::rms_norm", mutates_args=())
+@operator("rms_norm")
 def _rms_norm(
     x: Tensor, gate: Tensor | None, weight: Tensor, eps: float, groups: int, measured: str | None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +87,7 @@ def _(x, gate, weight, eps, groups, measured):
     return y, x.new_empty(x.shape[0], groups, **fp32), x.new_empty(2 if measured else 0, **fp32)
 
 
-@torch.library.custom_op("nvfp4_train::rms_norm_backward", mutates_args=())
+@operator("rms_norm_backward")
 def _rms_norm_backward(
     dy: Tensor, x: Tensor, gate: Tensor | None, rstd: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,7 +119,7 @@ def _norm_gradients(ctx, dy, *_):
 _rms_norm.register_autograd(_norm_gradients, setup_context=_save_norm)
 
 
-@torch.library.custom_op("nvfp4_train::squared_relu", mutates_args=())
+@operator("squared_relu")
 def _squared_relu(x: Tensor, rotated: bool) -> tuple[Tensor, Tensor]:
     return producers.squared_relu(x, SIGNS if rotated else None)
 
