@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4_train.operators import operator
+from nvfp4_train.precision.operators import operator
 
 OLDEST = (2, 3)  # of those before, the backward pass was wrong for several groups, or not deterministic
 _package: Any = None  # its module ssd_combined, once `load` has found it

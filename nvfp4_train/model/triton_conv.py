@@ -6,7 +6,7 @@ import torch
 from nvfp4_kernels.triton import conv
 from torch import Tensor
 
-from nvfp4_train.operators import operator
+from nvfp4_train.precision.operators import operator
 
 
 def split_conv_silu_triton(

@@ -7,7 +7,7 @@ from nvfp4_kernels.triton import scan
 from nvfp4_kernels.triton.shapes import CHUNKS
 from torch import Tensor
 
-from nvfp4_train.operators import operator
+from nvfp4_train.precision.operators import operator
 
 
 def chunk_of(chunk_size: int) -> int:

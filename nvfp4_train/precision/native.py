@@ -14,8 +14,8 @@ from nvfp4_kernels.native.tensor import NativeTensor, aligned_codes
 from nvfp4_kernels.swizzle import swizzled_bytes
 from torch import nn
 
-from nvfp4_train.operators import operator
 from nvfp4_train.precision.formats import key_of
+from nvfp4_train.precision.operators import operator
 from nvfp4_train.precision.recipe import LinearPlan
 
 

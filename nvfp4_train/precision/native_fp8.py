@@ -12,9 +12,9 @@ from nvfp4_kernels.native import fp8
 from nvfp4_kernels.native.fp8 import Fp8Tensor
 from torch.nn import functional as F
 
-from nvfp4_train.operators import operator
 from nvfp4_train.precision import health
 from nvfp4_train.precision.native import PreparedOperands
+from nvfp4_train.precision.operators import operator
 from nvfp4_train.precision.ops import record
 from nvfp4_train.precision.recipe import LinearPlan
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from nvfp4_kernels.gemm import scale_product, scaled_matmul
 
-from nvfp4_train.operators import operator
 from nvfp4_train.precision import formats, health
 from nvfp4_train.precision.formats import Quantized
+from nvfp4_train.precision.operators import operator
 from nvfp4_train.precision.recipe import LinearPlan
 
 # Where fp32 results are wanted, CPUs multiply fp32 operands (gemm.py): the kernels write those directly.

@@ -14,7 +14,7 @@ from nvfp4_kernels import SIGNS, producers
 from torch import Tensor
 from torch.nn import functional as F
 
-from nvfp4_train.operators import operator
+from nvfp4_train.precision.operators import operator
 
 
 class Activation(NamedTuple):
