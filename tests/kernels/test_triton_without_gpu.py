@@ -271,7 +271,7 @@ size = {"rows": i32, "cols": i32}
 whole = {"BF16": True, "SIGNS": 0xD7E8, "LANES": 64}
 # Every device function in one variant or another: both roundings, both outputs, with the transform.
 build(
-    kernels.quantize_kernel, x=words, **size, row_amax=floats, row_key=key, row_out=words, row_scales=None,
+    kernels.quantize_kernel, x=words, rows=i32, cols=4096, row_amax=floats, row_key=key, row_out=words, row_scales=None,
     column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
     ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, **whole,
 )

@@ -87,24 +87,32 @@ def binade(a):
 
 
 @triton.jit
-def random_fraction(word, BYTE: tl.constexpr):
-    """Byte BYTE of a 32-bit word, divided by 512, as fp32."""
+def byte_magic(positive):
+    """0x4B000000 in a register, which the compiler can't see through: as a constant it would take prmt's one immediate, and
+    the selectors would be moved into registers instead. positive: any fp32 without a sign.
+    """
+    return (as_int(positive) >> 31) | 0x4B000000
+
+
+@triton.jit
+def random_fraction(word, BYTE: tl.constexpr, magic):
+    """Byte BYTE of a 32-bit word, divided by 512, as fp32. magic: `byte_magic`."""
     if ASM:
         if BYTE == 0:
             v = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0x4B000000, 0x7440;", "=r,r", [word], tl.int32, True, 1
+                "prmt.b32 $0, $1, $2, 0x7440;", "=r,r,r", [word, magic], tl.int32, True, 1
             )
         elif BYTE == 1:
             v = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0x4B000000, 0x7441;", "=r,r", [word], tl.int32, True, 1
+                "prmt.b32 $0, $1, $2, 0x7441;", "=r,r,r", [word, magic], tl.int32, True, 1
             )
         elif BYTE == 2:
             v = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0x4B000000, 0x7442;", "=r,r", [word], tl.int32, True, 1
+                "prmt.b32 $0, $1, $2, 0x7442;", "=r,r,r", [word, magic], tl.int32, True, 1
             )
         else:
             v = tl.inline_asm_elementwise(
-                "prmt.b32 $0, $1, 0x4B000000, 0x7443;", "=r,r", [word], tl.int32, True, 1
+                "prmt.b32 $0, $1, $2, 0x7443;", "=r,r,r", [word, magic], tl.int32, True, 1
             )
     else:
         v = ((word >> (8 * BYTE)) & 255) | 0x4B000000
@@ -112,7 +120,7 @@ def random_fraction(word, BYTE: tl.constexpr):
 
 
 @triton.jit
-def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr):
+def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr, magic=0x4B000000):
     """y = x * encode, rounded: (magnitude, a fp32 whose sign bit is that of the code).
 
     `magnitudes_of` does the rest: it cuts at 6, and rounds a stochastic magnitude down to the grid.
@@ -121,7 +129,7 @@ def round_element(x, encode, word, BYTE: tl.constexpr, STOCHASTIC: tl.constexpr)
     a = tl.abs(y)
     p = binade(a)
     if STOCHASTIC:
-        q = tl.fma(random_fraction(word, BYTE), p, a)
+        q = tl.fma(random_fraction(word, BYTE, magic), p, a)
     else:
         q = tl.fma(p, -MAGIC, tl.fma(p, MAGIC, a))
     return q, y + 0.0
@@ -291,6 +299,21 @@ def key_word(field):
 
 
 @triton.jit
+def load_key(key):
+    """key with the fields read that lie in device memory."""
+    seed, step, microbatch, tensor, role, first_row, first_block = key
+    return (
+        key_word(seed),
+        key_word(step),
+        key_word(microbatch),
+        key_word(tensor),
+        role,
+        first_row,
+        first_block,
+    )
+
+
+@triton.jit
 def block_words(key, row, block):
     """The 16 random bytes of block `block` of row `row` as four words; see random_bits.py.
 
@@ -315,7 +338,7 @@ def butterfly(v, SIGNS: tl.constexpr):
     """
     s = ()
     for i in tl.static_range(16):
-        s = s + ((-v[i] if (SIGNS >> i) & 1 else v[i]),)
+        s = s + ((v[i] * -1.0 if (SIGNS >> i) & 1 else v[i]),)  # Triton's -v is 0 - v, an addition
     for stage in tl.static_range(3):
         out = ()
         for i in tl.static_range(16):
@@ -344,6 +367,8 @@ def hadamard(v, SIGNS: tl.constexpr):
         )
     for i in tl.static_range(0, 8, 2):
         out = out + unpack2(
-            round_to_bf16(tl.fma(s[i], 0.25, -quarter[i]), tl.fma(s[i + 1], 0.25, -quarter[i + 1]))
+            round_to_bf16(
+                tl.fma(s[i], 0.25, quarter[i] * -1.0), tl.fma(s[i + 1], 0.25, quarter[i + 1] * -1.0)
+            )
         )
     return out

@@ -16,9 +16,11 @@ from nvfp4_kernels.triton.arithmetic import (
     block_scale,
     block_words,
     butterfly,
+    byte_magic,
     hadamard,
     join_words,
     largest,
+    load_key,
     nibble_value,
     nibbles_of,
     operands_of,
@@ -75,22 +77,18 @@ def load_block(x, block, mask, BF16: tl.constexpr):
     v = ()
     for i in tl.static_range(2 if BF16 else 4):
         pair = (block * (4 if BF16 else 8) + 2 * i)[:, None] + tl.arange(0, 2)[None, :]
-        a, b = tl.split(tl.load(x + pair, mask[:, None]))
+        a, b = tl.split(tl.load(x + pair, None if mask is None else mask[:, None]))
         v = v + unpack_word(a, BF16) + unpack_word(b, BF16)
     return v
 
 
 @triton.jit
-def store_block(out, block, mask, w, N: tl.constexpr):
-    """Store N blocks of 16 bf16 numbers, each block as 8 int32 pairs."""
-    a, b, c, d = (
-        join_words(w[0], w[1]),
-        join_words(w[2], w[3]),
-        join_words(w[4], w[5]),
-        join_words(w[6], w[7]),
-    )
-    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (N, 4))
-    tl.store(out + (block * 4)[:, None] + tl.arange(0, 4)[None, :], tile, mask[:, None])
+def store_block(out, block, mask, w):
+    """Store blocks of 16 bf16 numbers, each as 8 int32 pairs, by 16-byte writes: lanes exchange nothing."""
+    for i in tl.static_range(2):
+        pair = tl.join(join_words(w[4 * i], w[4 * i + 1]), join_words(w[4 * i + 2], w[4 * i + 3]))
+        at = (block * 4 + 2 * i)[:, None] + tl.arange(0, 2)[None, :]
+        tl.store(out + at, pair, None if mask is None else mask[:, None])
 
 
 @triton.jit
@@ -109,18 +107,19 @@ def quantize_channel(
         random = (group,) * 4
     q, s = (), ()
     for t in tl.static_range(16):
-        a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC)
+        a, b = round_element(v[t], encode, random[t // 4], t % 4, STOCHASTIC, byte_magic(decode[0]))
         q, s = q + (a,), s + (b,)
     return q, s, scale
 
 
 @triton.jit
 def quantize_columns(
-    x, cols, token_block, group, mask, factor, decode, key, out, scales,
+    x, cols, token_block, group, mask, amax, key, out, scales,
     BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, SIGNS: tl.constexpr,
 ):  # fmt: skip
     """The column-wise half of a tile, two channels at a time. x: the tile's first row; out, scales: whole arrays."""
     words = load_columns(x, cols, group, mask, BF16)
+    factor, decode = tensor_scales(amax)  # divides, with branches that loads are not moved across
     packed = ()
     scale_word = tl.zeros_like(group)
     for pair in tl.static_range(2):
@@ -162,9 +161,9 @@ def quantize_columns(
 @triton.jit
 def quantize_rows(
     x, block, mask, factor, decode, key, row, column_block, out, scales,
-    BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr, N: tl.constexpr,
+    BF16: tl.constexpr, OUTPUT: tl.constexpr, STOCHASTIC: tl.constexpr,
 ):  # fmt: skip
-    """N blocks row-wise. x, out, scales: the tile's first block; block: each lane's, from there."""
+    """A block a lane, row-wise. x, out, scales: the tile's first block; block: each lane's, from there."""
     v = load_block(x, block, mask, BF16)
     scale, encode = block_scale(largest(v), factor, decode)
     if STOCHASTIC:
@@ -173,14 +172,14 @@ def quantize_rows(
         random = (block,) * 4
     q, s = (), ()
     for i in tl.static_range(16):
-        a, b = round_element(v[i], encode, random[i // 4], i % 4, STOCHASTIC)
+        a, b = round_element(v[i], encode, random[i // 4], i % 4, STOCHASTIC, byte_magic(decode[0]))
         q, s = q + (a,), s + (b,)
     if OUTPUT == OPERAND:
         both = pack2(scale, scale)
         words = ()
         for i in tl.static_range(8):
             words = words + (operands_of(q[2 * i], q[2 * i + 1], s[2 * i], s[2 * i + 1], both, STOCHASTIC),)
-        store_block(out, block, mask, words, N)
+        store_block(out, block, mask, words)
     else:
         low, high = tl.zeros_like(block), tl.zeros_like(block)
         for i in tl.static_range(4):
@@ -194,7 +193,7 @@ def quantize_rows(
     do_not_specialize=["rows", *KEYS], do_not_specialize_on_alignment=["row_amax", "column_amax", *KEYS]
 )
 def quantize_kernel(
-    x, rows, cols,
+    x, rows, cols: tl.constexpr,
     row_amax, row_key, row_out, row_scales,
     column_amax, column_key, column_out, column_scales,
     BF16: tl.constexpr,
@@ -205,21 +204,26 @@ def quantize_kernel(
     """1x16 blocks of x [rows, cols], row-wise (ROW: None, "operand" or "codes") and column-wise (COLUMN).
 
     Codes are int64 [rows, cols/16] row-wise and int32 [rows/2, cols/4] column-wise; scales uint8 and int32 likewise.
+    cols is a constant: addresses inside a tile are then immediates, and whole tiles need no masks.
     """
-    across = tl.cdiv(cols, 4 * LANES)
+    across: tl.constexpr = (cols + 4 * LANES - 1) // (4 * LANES)
+    WHOLE: tl.constexpr = cols % (4 * LANES) == 0
     token_block, tile = tl.program_id(0) // across, tl.program_id(0) % across
     lane = tl.arange(0, LANES)
     first_row = x + (token_block * 16).to(tl.int64) * (cols // (4 if BF16 else 2))
+    if ROW is not None:
+        amax = tl.load(row_amax)
+        key = load_key(row_key) if ROW_STOCHASTIC else None
     if COLUMN is not None:
-        factor, decode = tensor_scales(tl.load(column_amax))
         group = tile * LANES + lane
         quantize_columns(
-            first_row, cols, token_block, group, group < cols // 4, factor, decode,
-            column_key, column_out, column_scales, BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
+            first_row, cols, token_block, group, None if WHOLE else group < cols // 4, tl.load(column_amax),
+            load_key(column_key) if COLUMN_STOCHASTIC else None, column_out, column_scales,
+            BF16, COLUMN, COLUMN_STOCHASTIC, SIGNS,
         )  # fmt: skip
     if ROW is not None:
-        factor, decode = tensor_scales(tl.load(row_amax))
-        blocks = cols // 16
+        factor, decode = tensor_scales(amax)
+        blocks: tl.constexpr = cols // 16
         first = (token_block * 16).to(tl.int64) * blocks
         out = row_out + first * (4 if ROW == OPERAND else 1)
         scales = row_scales + first if ROW == CODES else None
@@ -227,9 +231,12 @@ def quantize_kernel(
         for i in range(4):
             local = 4 * i + lane // (LANES // 4)
             row = token_block * 16 + local
+            mask = None
+            if not WHOLE or COLUMN is None:  # with columns, rows are a multiple of 16
+                mask = (row < rows) & (block < blocks)
             quantize_rows(
-                first_row, local * blocks + block, (row < rows) & (block < blocks), factor, decode,
-                row_key, row, block, out, scales, BF16, ROW, ROW_STOCHASTIC, LANES,
+                first_row, local * blocks + block, mask, factor, decode,
+                key, row, block, out, scales, BF16, ROW, ROW_STOCHASTIC,
             )  # fmt: skip
 
 
@@ -354,7 +361,7 @@ def expand_rows_kernel(codes, scales, out, blocks, LANES: tl.constexpr):
         half = low if i < 4 else high
         a, b = nibble_value(half, 8 * (i % 4), scale), nibble_value(half, 8 * (i % 4) + 4, scale)
         words = words + (pack2(a, b),)
-    store_block(out, block, mask, words, LANES)
+    store_block(out, block, mask, words)
 
 
 @triton.jit(do_not_specialize_on_alignment=["a", "b"])
