@@ -56,9 +56,9 @@ from nvfp4_train.training.step import train_step
 OTHER = "elementwise, norms, other"
 KINDS = {
     OTHER: ("triton_poi", "triton_red", "triton_per", "norm_kernel", "norm_backward_kernel"),
-    "scan": ("chunk", "ssd", "_state", "bmm_"),
-    "attention": ("flash", "fmha", "attention", "cudnn_generated", "sdpa"),
-    "convolution": ("conv", "forward_kernel", "backward_kernel"),  # ours are called so
+    "scan": ("scan_", "chunk", "ssd", "_state", "bmm_"),
+    "attention": ("flash", "fmha", "attention", "cudnn_generated", "cudnn::fusion", "sdpa"),
+    "convolution": ("conv",),
     "quantize": ("quantize", "amax_", "hadamard", "operand", "expand", "nvfp4", "scale_product"),
     "GEMM": (
         "gemm",

@@ -58,7 +58,10 @@ def test_kinds_of_kernels(bench):
         "triton_red_fused_norm": "elementwise, norms, other",
         "triton_poi_fused__to_copy_add_linear_backward_3": "elementwise, norms, other",
         "amax_kernel": "quantize",
-        "causal_conv_forward": "convolution",
+        "conv_backward_kernel": "convolution",
+        "scan_bc_kernel": "scan",
+        "void cudnn::fusion::convert_dq_to_16bits<true>": "attention",
+        "DeviceScanInitKernel": "elementwise, norms, other",
         "Memcpy DtoD": "copies",
     }
     assert {name: bench.kind_of(name) for name in names} == names

@@ -325,34 +325,34 @@ pointers = dict.fromkeys(("x", "dx", "out_a", "out_b", "out_c", "grad_a", "grad_
 pointers |= {"weight": floats, "bias": floats, "seq_idx": halves, "sums": floats, "batch_stride": i32, "row_stride": i32}
 pointers |= {"dx_batch": i32, "dx_row": i32}
 parts = {"A": 4096, "B": 1024, "C": 1024, "K": 4, "MASKED": True, "WIDTH": conv.WIDTH}
-for kernel, chunk in ((conv_kernels.forward_kernel, conv.FORWARD), (conv_kernels.backward_kernel, conv.BACKWARD)):
+for kernel, chunk in ((conv_kernels.conv_kernel, conv.FORWARD), (conv_kernels.conv_backward_kernel, conv.BACKWARD)):
     types = {"length": i32, **pointers, **parts, **chunk}
     ptx = build(kernel, **{name: types[name] for name in kernel.arg_names})
     assert "cvt.rn.bf16" in ptx
-types = dict.fromkeys(scan_inside_kernels.inside_chunk_kernel.arg_names, i32)
+types = dict.fromkeys(scan_inside_kernels.scan_inside_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "dy", "b", "c", "dstates", "dx", "dscores"), bf16s) | {"seq_idx": halves}
 types |= dict.fromkeys(("dt", "decay", "d", "ddt", "ddecay", "dd"), floats)
 types |= {"X_ROW": 6144, "DY_ROW": 4096, "B_ROW": 6144, "C_ROW": 6144, "DX_ROW": 4096, "CHUNK": 128}
 types |= {"BLOCK": scan_inside.BLOCK, "TILE": scan_inside.TILE, "STRIPS": scan_inside.WARPS, "HEADS": 8, "GROUPS": 8}
 types |= {"P": 80, "PART": scan_inside.PART, "LAST": 16, "N": 128, "STATE": 128, "MASKED": True, "WHOLE": False}
-build(scan_inside_kernels.inside_chunk_kernel, scan_inside.WARPS, **types)
+build(scan_inside_kernels.scan_inside_kernel, scan_inside.WARPS, **types)
 tiles = scan_output.TILES[0]
-types = dict.fromkeys(scan_output_kernels.output_kernel.arg_names, i32)
+types = dict.fromkeys(scan_output_kernels.scan_output_kernel.arg_names, i32)
 types |= dict.fromkeys(("x", "b", "c", "states", "y"), bf16s) | dict.fromkeys(("dt", "decay", "d"), floats)
 types |= {"seq_idx": halves, "CHUNK": 128, "BLOCK": tiles[0], "HEADS": 8, "GROUPS": 8}
 types |= {"P": 80, "WIDTH": 64, "REST": 16, "N": 128, "STATE": 128, "MASKED": True, "STAGES": tiles[2]}
-build(scan_output_kernels.output_kernel, tiles[1], **types)
+build(scan_output_kernels.scan_output_kernel, tiles[1], **types)
 sizes = dict.fromkeys(("length", "heads", "chunks", "dt_batch", "dt_row", "dt_head"), i32) | {"CHUNK": 128}
-for kernel in (scan_decay_kernels.decay_kernel, scan_decay_kernels.decay_backward_kernel):
+for kernel in (scan_decay_kernels.scan_decay_kernel, scan_decay_kernels.scan_decay_backward_kernel):
     types = dict.fromkeys(kernel.arg_names, floats) | sizes | {"HEADS": scan_decay.HEADS}
     build(kernel, scan_decay.WARPS, **types)
-types = dict.fromkeys(scan_bc_kernels.bc_kernel.arg_names, i32) | dict.fromkeys(("dt", "decay", "shares"), floats)
+types = dict.fromkeys(scan_bc_kernels.scan_bc_kernel.arg_names, i32) | dict.fromkeys(("dt", "decay", "shares"), floats)
 types |= dict.fromkeys(("rows", "states", "own", "other", "dscores", "out"), bf16s) | {"seq_idx": halves}
 types |= {"CHUNK": 128, "TOKENS": scan_bc.TOKENS, "TILE": scan_bc.TILE, "HEADS": 16, "GROUPS": 8, "P": 80, "LAST": 16}
 types |= {"PART": scan_bc.PART, "N": 128, "STATE": 128, "MASKED": True}
 for of_b in (True, False):
-    build(scan_bc_kernels.bc_kernel, scan_bc.WARPS, **types | {"OF_B": of_b})
-for kernel in (scan_states_kernels.states_kernel, scan_states_kernels.states_backward_kernel):
+    build(scan_bc_kernels.scan_bc_kernel, scan_bc.WARPS, **types | {"OF_B": of_b})
+for kernel in (scan_states_kernels.scan_states_kernel, scan_states_kernels.scan_states_backward_kernel):
     types = dict.fromkeys(kernel.arg_names, i32) | {"seq_idx": halves, "CHUNK": 128, "HEADS": 1, "GROUP_HEADS": 16}
     types |= {name: bf16s for name in ("x", "b", "c", "dy", "states", "dstates") if name in types}
     types |= {name: floats for name in ("dt", "decay", "dtotal") if name in types}

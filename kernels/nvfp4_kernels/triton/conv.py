@@ -55,7 +55,7 @@ def forward(
     batch, length, _ = x.shape
     blocks, shape, constants = _arguments(x, weight, seq_idx, sizes)
     out = tuple(torch.empty(batch, length, size, dtype=x.dtype, device=x.device) for size in sizes)
-    _kernels().forward_kernel[(blocks, -(-length // FORWARD["CHUNK"]), batch)](
+    _kernels().conv_kernel[(blocks, -(-length // FORWARD["CHUNK"]), batch)](
         x, weight.contiguous(), bias, document_ids(seq_idx), *out, *shape, **constants, **FORWARD
     )
     return out
@@ -80,7 +80,7 @@ def backward(
     blocks, shape, constants = _arguments(x, weight, seq_idx, tuple(grad.shape[-1] for grad in grads))
     dx = torch.empty(batch, length, channels, dtype=x.dtype, device=x.device) if out is None else out
     sums = torch.empty(batch * chunks, k + 1, channels, dtype=torch.float32, device=x.device)
-    _kernels().backward_kernel[(blocks, chunks, batch)](
+    _kernels().conv_backward_kernel[(blocks, chunks, batch)](
         x, weight.contiguous(), bias, document_ids(seq_idx), *(grad.contiguous() for grad in grads), dx, sums, *shape,
         *dx.stride()[:2], **constants, **BACKWARD,
     )  # fmt: skip

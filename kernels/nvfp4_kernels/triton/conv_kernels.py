@@ -117,7 +117,7 @@ def sigmoid(v):
 
 
 @triton.jit(do_not_specialize=["length"])
-def forward_kernel(
+def conv_kernel(
     x, weight, bias, seq_idx, out_a, out_b, out_c, length, batch_stride, row_stride,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -180,7 +180,7 @@ def spread(g, partial, taps, document, documents, K: tl.constexpr, MASKED: tl.co
 
 
 @triton.jit(do_not_specialize=["length"])
-def backward_kernel(
+def conv_backward_kernel(
     x, weight, bias, seq_idx, grad_a, grad_b, grad_c, dx, sums, length, batch_stride, row_stride, dx_batch, dx_row,
     A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,

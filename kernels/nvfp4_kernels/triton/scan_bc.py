@@ -31,7 +31,7 @@ def bc_gradients(
     a_last - a_j (after) and of a_i (before) in the factors of each token. Sums in a fixed order. Raises ValueError for
     chunks that are no multiple of 64 tokens.
     """
-    from nvfp4_kernels.triton.scan_bc_kernels import bc_kernel
+    from nvfp4_kernels.triton.scan_bc_kernels import scan_bc_kernel
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
@@ -50,7 +50,7 @@ def bc_gradients(
         out = torch.empty(batch, length, groups, n, dtype=own.dtype, device=own.device)
         shares = torch.empty_like(decay)
         strides = [s for t in (rows, own, other, out) for s in t.stride()[:2]]
-        bc_kernel[(chunks * (chunk // TOKENS), groups, batch)](
+        scan_bc_kernel[(chunks * (chunk // TOKENS), groups, batch)](
             rows, states, dt, decay, own, other, dscores, ids, out, shares, length, chunks, *strides, OF_B=of_b, **constants
         )  # fmt: skip
         return out, shares

@@ -15,7 +15,7 @@ from nvfp4_kernels.triton.scan_tiles import LOG2E, load_tile
 
 
 @triton.jit
-def bc_kernel(
+def scan_bc_kernel(
     rows, states, dt, decay, own, other, dscores, seq_idx, out, shares,
     length, chunks, rows_batch, rows_row, own_batch, own_row, other_batch, other_row, out_batch, out_row,
     OF_B: tl.constexpr, CHUNK: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr,

@@ -12,13 +12,13 @@ def chunk_decay(dt: torch.Tensor, a: torch.Tensor, chunk: int) -> tuple[torch.Te
 
     dt: fp32 [B, S, heads], strides free; a: fp32 [heads]; chunk: tokens, a power of two. Past S dt is 0, and the sums stay.
     """
-    from nvfp4_kernels.triton.scan_decay_kernels import decay_kernel
+    from nvfp4_kernels.triton.scan_decay_kernels import scan_decay_kernel
 
     batch, length, heads = dt.shape
     chunks = -(-length // chunk)
     shape = batch, heads, chunks, chunk
     steps, decay = (torch.empty(shape, dtype=torch.float32, device=dt.device) for _ in range(2))
-    decay_kernel[(chunks, -(-heads // HEADS), batch)](
+    scan_decay_kernel[(chunks, -(-heads // HEADS), batch)](
         dt, a, steps, decay, length, heads, chunks, *dt.stride(), CHUNK=chunk, HEADS=HEADS, num_warps=WARPS
     )
     return steps, decay
@@ -39,13 +39,13 @@ def chunk_decay_backward(
     added `before` (as ddecay) and `last` [B, heads, chunks], of a chunk's last sum: shares that others computed. `after` (as
     ddecay) is the gradient of what a chunk's last sum is more than each. All fp32 and contiguous.
     """
-    from nvfp4_kernels.triton.scan_decay_kernels import decay_backward_kernel
+    from nvfp4_kernels.triton.scan_decay_kernels import scan_decay_backward_kernel
 
     batch, length, heads = dt.shape
     chunks, chunk = ddecay.shape[2:]
     ddt = torch.empty(dt.shape, dtype=torch.float32, device=dt.device)
     da = torch.empty(batch, chunks, heads, dtype=torch.float32, device=dt.device)
-    decay_backward_kernel[(chunks, -(-heads // HEADS), batch)](
+    scan_decay_backward_kernel[(chunks, -(-heads // HEADS), batch)](
         dt, a, dsteps, ddecay, before, last, after, ddt, da, length, heads, chunks, *dt.stride(), CHUNK=chunk, HEADS=HEADS,
         num_warps=WARPS,
     )  # fmt: skip

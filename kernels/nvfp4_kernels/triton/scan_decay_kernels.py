@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def decay_kernel(
+def scan_decay_kernel(
     dt, a, steps, decay, length, heads, chunks, dt_batch, dt_row, dt_head, CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """steps and its running sums times A, fp32 [B, heads, chunks, CHUNK]: program (chunk, HEADS heads, batch).
@@ -25,11 +25,11 @@ def decay_kernel(
 
 
 @triton.jit
-def decay_backward_kernel(
+def scan_decay_backward_kernel(
     dt, a, dsteps, ddecay, before, last, after, ddt, da, length, heads, chunks, dt_batch, dt_row, dt_head,
     CHUNK: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of dt and A from those of `decay_kernel`'s results: program (chunk, HEADS heads, batch).
+    """The gradients of dt and A from those of `scan_decay_kernel`'s results: program (chunk, HEADS heads, batch).
 
     Each running sum has all dt A up to its token, so that their gradients sum from behind: of ddecay, before (both as decay)
     and last [B, heads, chunks], at the chunk's last token. Those of the sums after tokens, `after`, as decay, sum from the

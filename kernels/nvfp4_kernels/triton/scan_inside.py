@@ -33,7 +33,7 @@ def inside_chunks_backward(
     dtype, as the products with B and C need it; dd fp32 [heads]. Sums in a fixed order. Raises ValueError for a chunk that
     is not 64 or 128 tokens.
     """
-    from nvfp4_kernels.triton.scan_inside_kernels import inside_chunk_kernel
+    from nvfp4_kernels.triton.scan_inside_kernels import scan_inside_kernel
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
@@ -45,7 +45,7 @@ def inside_chunks_backward(
     dscores = torch.empty(batch, chunks, groups, chunk, chunk, dtype=x.dtype, device=b.device)
     dd = torch.empty(blocks, batch, chunks, heads, dtype=torch.float32, device=x.device)
     strides = [t.stride(d) for d in (0, 1) for t in (x, dy, b, c, dx)]
-    inside_chunk_kernel[(chunks * blocks, groups, batch)](
+    scan_inside_kernel[(chunks * blocks, groups, batch)](
         x, dy, dt, decay, b, c, dstates, d, ids, dx, ddt, ddecay, dscores, dd, length, chunks, *strides,
         CHUNK=chunk, BLOCK=BLOCK, TILE=TILE, STRIPS=WARPS, HEADS=heads // groups, GROUPS=groups, P=p, PART=PART,
         LAST=last, N=n, STATE=state, MASKED=ids is not None,

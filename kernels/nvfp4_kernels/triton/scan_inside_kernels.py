@@ -16,7 +16,7 @@ from nvfp4_kernels.triton.scan_tiles import LOG2E, load_tile
 
 
 @triton.jit
-def inside_chunk_kernel(
+def scan_inside_kernel(
     x, dy, dt, decay, b, c, dstates, d, seq_idx, dx, ddt, ddecay, dscores, dd,
     length, chunks, x_batch, dy_batch, b_batch, c_batch, dx_batch,
     X_ROW: tl.constexpr, DY_ROW: tl.constexpr, B_ROW: tl.constexpr, C_ROW: tl.constexpr, DX_ROW: tl.constexpr,

@@ -32,7 +32,7 @@ def chunk_outputs(
     Returns y [B, S, heads, P], contiguous, in x's dtype. With bf16, the factors of x_j and the states are rounded to bf16;
     sums are fp32, in a fixed order. Raises ValueError for a chunk that is not 64 or 128 tokens.
     """
-    from nvfp4_kernels.triton.scan_output_kernels import output_kernel
+    from nvfp4_kernels.triton.scan_output_kernels import scan_output_kernel
 
     (batch, length, heads, p), (groups, n) = x.shape, b.shape[2:]
     chunks, chunk = dt.shape[2:]
@@ -43,7 +43,7 @@ def chunk_outputs(
     y = torch.empty(batch, length, heads, p, dtype=x.dtype, device=x.device)
     ids = document_ids(seq_idx)
     strides = [s for t in (x, b, c) for s in t.stride()[:2]]
-    output_kernel[(chunks * (chunk // block), groups, batch)](
+    scan_output_kernel[(chunks * (chunk // block), groups, batch)](
         x, dt, decay, b, c, states, d, ids, y, length, chunks, *strides, CHUNK=chunk, BLOCK=block, HEADS=heads // groups,
         GROUPS=groups, P=p, WIDTH=width, REST=rest, N=n, STATE=state, MASKED=ids is not None, STAGES=stages,
         num_warps=warps,

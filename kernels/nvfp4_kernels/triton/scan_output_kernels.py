@@ -82,7 +82,7 @@ def output_rows(
 
 
 @triton.jit
-def output_kernel(
+def scan_output_kernel(
     x, dt, decay, b, c, states, d, seq_idx, y, length, chunks, x_batch, x_row, b_batch, b_row, c_batch, c_row,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
     WIDTH: tl.constexpr, REST: tl.constexpr, N: tl.constexpr, STATE: tl.constexpr, MASKED: tl.constexpr,

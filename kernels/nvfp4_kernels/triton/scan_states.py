@@ -24,11 +24,11 @@ def chunk_states(
     non-decreasing, or None. x weighted by dt and decay is rounded to its dtype, then a sequence's states are fp32 sums,
     each rounded once. Raises ValueError for a chunk that is not 64 or 128 tokens.
     """
-    from nvfp4_kernels.triton.scan_states_kernels import states_kernel
+    from nvfp4_kernels.triton.scan_states_kernels import scan_states_kernel
 
     states = torch.empty(*_shape(x, b, decay), dtype=b.dtype, device=x.device)
     grid, constants = _layout(x, b, decay, seq_idx, FORWARD)
-    states_kernel[grid](
+    scan_states_kernel[grid](
         x, b, dt, decay, document_ids(seq_idx), states, x.shape[1], decay.shape[2], *x.stride()[:2], *b.stride()[:2],
         **constants,
     )  # fmt: skip
@@ -45,12 +45,12 @@ def chunk_states_backward(
     the gradient of decay[..., -1] that comes from scaling the state a chunk begins with, sums in a fixed order. Raises
     ValueError for a chunk that is not 64 or 128 tokens.
     """
-    from nvfp4_kernels.triton.scan_states_kernels import states_backward_kernel
+    from nvfp4_kernels.triton.scan_states_kernels import scan_states_backward_kernel
 
     dstates = torch.empty(*_shape(dy, c, decay), dtype=dy.dtype, device=dy.device)
     grid, constants = _layout(dy, c, decay, seq_idx, BACKWARD)
     dtotal = torch.empty(grid[0], *decay.shape[:3], dtype=torch.float32, device=dy.device)
-    states_backward_kernel[grid](
+    scan_states_backward_kernel[grid](
         c, dy, decay, states, document_ids(seq_idx), dstates, dtotal, dy.shape[1], decay.shape[2], *c.stride()[:2],
         *dy.stride()[:2], **constants,
     )  # fmt: skip

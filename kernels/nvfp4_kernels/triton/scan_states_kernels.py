@@ -24,7 +24,7 @@ def _documents(seq_idx, chunk, k, length, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])  # a single chunk would be a constant without .to
-def states_kernel(
+def scan_states_kernel(
     x, b, dt, decay, seq_idx, states, length, chunks, x_batch, x_row, b_batch, b_row,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, SLICE: tl.constexpr, MASKED: tl.constexpr,
@@ -88,7 +88,7 @@ def states_kernel(
 
 
 @triton.jit(do_not_specialize=["length", "chunks"])  # a single chunk would be a constant without .to
-def states_backward_kernel(
+def scan_states_backward_kernel(
     c, dy, decay, states, seq_idx, dstates, dtotal, length, chunks, c_batch, c_row, dy_batch, dy_row,
     CHUNK: tl.constexpr, HEADS: tl.constexpr, GROUP_HEADS: tl.constexpr, GROUPS: tl.constexpr, P: tl.constexpr,
     WIDTH: tl.constexpr, N: tl.constexpr, SLICE: tl.constexpr, MASKED: tl.constexpr,
