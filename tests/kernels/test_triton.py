@@ -62,7 +62,8 @@ def test_matches_transformer_engine_bit_for_bit(name):
 @st.composite
 def matrices(draw, dtype):
     """Matrices of many magnitudes: zeros, negative zeros, zero blocks, outliers, subnormals, grid points, ties."""
-    rows, cols = 16 * draw(st.integers(1, 4)), 16 * draw(st.integers(1, 40))
+    rows = 16 * draw(st.integers(1, 4))
+    cols = 16 * draw(st.integers(1, 40) | st.sampled_from([16, 32, 48]))  # multiples of 256 need no masks
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, cols, generator=g)
     if draw(st.booleans()):
@@ -71,7 +72,11 @@ def matrices(draw, dtype):
     x = x * 2.0 ** draw(st.integers(-140, 120))
     spread = draw(st.sampled_from([0.0, 1.0, 6.0, 40.0]))
     x = (x * torch.exp(spread * torch.randn(rows, 1, generator=g))).nan_to_num(0).clamp(-3e38, 3e38)
-    x = torch.where(torch.rand(rows, cols, generator=g) < draw(st.sampled_from([0.0, 0.3, 1.0])), x * 0.0, x)
+    x = torch.where(
+        torch.rand(rows, cols, generator=g) < draw(st.sampled_from([0.0, 0.0, 0.3, 0.3, 0.9, 1.0])),
+        x * 0.0,
+        x,
+    )
     if draw(st.booleans()):
         x[: rows // 2] = 0
     return x.to(dtype)
@@ -89,9 +94,12 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("dtype", "stochastic", "signs", "output"), VARIANTS)
 def test_every_bit_is_the_references(dtype, stochastic, signs, output):
-    @settings(max_examples=100, deadline=None, database=None)
+    compared = 0
+
+    @settings(max_examples=120, deadline=None, database=None)
     @given(matrices(dtype), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.25, 1.0, 3.0]))
     def check(x, step, factor):
+        nonlocal compared
         row_key = CounterKey(5, step, 1, 9, row_offset=step % 1000) if stochastic else None
         column_key = CounterKey(step, 5, 1, 9, role=1, col_offset=16 * (step % 7)) if stochastic else None
         both = amax(x, signs, backend="reference")
@@ -114,8 +122,10 @@ def test_every_bit_is_the_references(dtype, stochastic, signs, output):
                 quantize(x.cuda(), (16, 16), output=output, backend="triton"),
                 quantize(x, (16, 16), output=output, backend="reference"),
             )
+        compared += bool(both[0] > 0)
 
     check()
+    assert compared >= 84, "of which there are 12 variants: 1,000 cases that are neither zero nor overflow"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 33])
