@@ -64,6 +64,9 @@ class PrecisionConfig:
     first_blocks_bf16: int | None = None  # null: round(2 L / 62), the paper's 2 of 62
     last_blocks_bf16: int | None = None  # null: max(1, round(8 L / 62)), the paper's 8 of 62
     stochastic_gradients: bool = True  # stochastic rounding of both gradient operands
+    hardware_rounding: bool = (
+        False  # nvfp4, native on sm_100 and sm_103: stochastic by cvt.rs, if it proves equal at start
+    )
     hadamard: bool = True  # 16-point random Hadamard transform on both wgrad operands
     weight_blocks_2d: bool = True  # 16x16 weight blocks (else 1x16 along each GEMM's inner dimension)
     four_over_six: str = (

@@ -68,13 +68,18 @@ def _check_choices(cfg: Config) -> None:
     one_of("precision.four_over_six", cfg.precision.four_over_six, FOUR_OVER_SIX)
     one_of("precision.backward", cfg.precision.backward, BACKWARDS)
     if cfg.precision.name != "nvfp4":
-        for key in ("four_over_six", "backward"):
+        for key in ("four_over_six", "backward", "hardware_rounding"):
             value, default = getattr(cfg.precision, key), getattr(PrecisionConfig, key)
             if value != default:
                 raise ConfigError(
                     f"precision.{key}={value} is NVFP4's, but precision={cfg.precision.name}: leave it at {default}, or "
                     "use precision=nvfp4."
                 )
+    if cfg.precision.hardware_rounding and not cfg.precision.stochastic_gradients:
+        raise ConfigError(
+            "precision.hardware_rounding=true is for stochastic rounding, and precision.stochastic_gradients=false rounds "
+            "everything to nearest: leave it at false."
+        )
     one_of("logging.wandb", cfg.logging.wandb, ["off", "offline", "online"])
     one_of("logging.console", cfg.logging.console, ["auto", "bar", "lines"])
     one_of("training.compile", cfg.training.compile, ["auto", "on", "off"])

@@ -18,6 +18,7 @@ CHIPS = ((10, 0), (10, 3), (12, 0))  # with FP4 tensor cores: nvfp4_kernels.nati
 FP8_CHIP = (9, 0)  # whose cuBLAS has block-scaled FP8 products: nvfp4_kernels.native.fp8.CHIP
 FP8_CUDA = (12, 9)  # from this version on: nvfp4_kernels.native.fp8.CUDA
 NATIVE = ("triton", "cublas")
+ROUNDING_CHIPS = ((10, 0), (10, 3))  # that have cvt.rs: nvfp4_kernels.native.quantize.ROUNDING_CHIPS
 FORWARD_OPERANDS = frozenset(o for o in OPERANDS if o.startswith("fprop"))
 _INSTALL = 'docs/operations.md, "Transformer Engine", says how'
 
@@ -113,8 +114,25 @@ def choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan] =
     """(the backend that runs, why) for layers with `plans` on `machine`; for bf16 and fp32 it is "torch".
 
     auto takes the format's native backend (`AUTO`) where it can run and the plans allow it, else `emulated`. Raises
-    ConfigError for one that cannot run there.
+    ConfigError for one that cannot run there, and for hardware rounding that the chip or the backend does not have.
     """
+    backend, why = _choose(cfg, machine, plans)
+    if cfg.hardware_rounding:
+        if backend not in NATIVE:
+            able = "the native backends (triton, cublas) alone round by cvt.rs"
+            raise ConfigError(
+                f"precision.hardware_rounding=true: {able}, and {backend} runs here ({why}); leave it at false."
+            )
+        if machine.capability not in ROUNDING_CHIPS:
+            chips = " or ".join(f"{major}.{minor}" for major, minor in ROUNDING_CHIPS)
+            raise ConfigError(
+                f"precision.hardware_rounding=true: cvt.rs is in GPUs of compute capability {chips}, and "
+                f"{machine.describe()}; leave it at false."
+            )
+    return backend, why
+
+
+def _choose(cfg: PrecisionConfig, machine: Machine, plans: Iterable[LinearPlan]) -> tuple[str, str]:
     if cfg.backend not in NAMES:
         raise ConfigError(f"precision.backend={cfg.backend} must be one of {', '.join(NAMES)}.")
     able = [b.name for b in BACKENDS.values() if cfg.name in b.formats]
@@ -171,8 +189,8 @@ def check_plan(cfg: PrecisionConfig, layer: str, plan: LinearPlan) -> None:
 
 
 def check(cfg: PrecisionConfig, device: str) -> None:
-    """Raise ConfigError when `precision.backend` cannot run on this machine."""
-    if cfg.backend not in ("auto", "emulated"):
+    """Raise ConfigError when `precision.backend` or `precision.hardware_rounding` cannot be had on this machine."""
+    if cfg.backend not in ("auto", "emulated") or cfg.hardware_rounding:
         choose(cfg, this_machine(device))
 
 

@@ -163,6 +163,7 @@ def native_linear_backward(
             (both[0], row_key) if for_dgrad else None,
             (both[1 if signs else 0], column_key) if for_wgrad else None,
             signs,
+            plan.hardware_rounding,
         )
     if rows is None:
         dx = dy @ weight.to(dy.dtype)

@@ -36,6 +36,7 @@ class LinearPlan:
     format: str = "nvfp4"
     four_over_six: str = "none"
     backward: str = "standard"
+    hardware_rounding: bool = False
 
     @property
     def rotates_wgrad(self) -> bool:
@@ -68,7 +69,7 @@ class LinearPlan:
     @property
     def spec(self) -> str:
         """The plan as text, for custom operators; `from_spec` is its inverse."""
-        flags = (self.stochastic_gradients, self.hadamard, self.square_weights)
+        flags = (self.stochastic_gradients, self.hadamard, self.square_weights, self.hardware_rounding)
         words = (self.format, self.four_over_six, self.backward)
         return ";".join((",".join(sorted(self.quantized)), "".join("01"[f] for f in flags), *words))
 
@@ -77,7 +78,8 @@ class LinearPlan:
     def from_spec(spec: str) -> LinearPlan:
         """Read back `spec`."""
         operands, flags, *words = spec.split(";")
-        return LinearPlan(frozenset(filter(None, operands.split(","))), *(f == "1" for f in flags), *words)
+        *rounding, hardware = (f == "1" for f in flags)
+        return LinearPlan(frozenset(filter(None, operands.split(","))), *rounding, *words, hardware)
 
 
 BF16_PLAN = LinearPlan()
@@ -180,6 +182,7 @@ def plan_for(cfg: PrecisionConfig, module: str, block: int, n_blocks: int, phase
         cfg.name,
         cfg.four_over_six,
         cfg.backward,
+        cfg.hardware_rounding,
     )
     if plan.ms_eden and len(quantized) < len(OPERANDS):
         raise ConfigError(

@@ -150,7 +150,8 @@ class PrecisionRuntime:
         if self.backend == "te":
             kernels = f"recipe {type(self.te.recipe).__name__}, Transformer Engine {self.te.version}"
         elif self.backend in NATIVE:
-            kernels = "quantize kernels native; self-test passed"
+            rounding = ", stochastic rounding by cvt.rs" if self.cfg.hardware_rounding else ""
+            kernels = f"quantize kernels native{rounding}; self-test passed"
         else:
             text = gemm_report(self.counters.device)
             kernels = f"quantize kernels {backend_report(self.counters.device)}"
@@ -169,7 +170,8 @@ class PrecisionRuntime:
         if backend in NATIVE:
             fp8 = self.cfg.name == "fp8"
             problem = self_test.fp8_problem(device) if fp8 else self_test.problem(backend, device)
-            if problem and self.cfg.backend == "auto":
+            hardware = self.cfg.hardware_rounding  # promised, so nothing may take its place
+            if problem and self.cfg.backend == "auto" and not hardware:
                 return (
                     "emulated",
                     f"auto: {backend} fails its self-test on this GPU ({problem}); please report it",
@@ -178,6 +180,11 @@ class PrecisionRuntime:
                 raise ConfigError(
                     f"precision.backend={backend} fails its self-test on this GPU ({problem}): use "
                     "precision.backend=emulated, and report it."
+                )
+            if hardware and (problem := self_test.rounding_problem(device)):
+                raise ConfigError(
+                    f"precision.hardware_rounding=true: cvt.rs does not round by our rule on this GPU ({problem}): leave it "
+                    "at false, and report it."
                 )
             for linear in self.linears.values():
                 linear.engine = Fp8Linear(backend) if fp8 else NativeLinear(backend)

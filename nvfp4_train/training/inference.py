@@ -123,7 +123,7 @@ def _computable(cfg: PrecisionConfig, device: str, warn: Callable[[str], None]) 
         backends.check(cfg, device)
     except ConfigError as error:
         warn(f"{error} Until then precision.backend=auto computes the same formats.")
-        return dataclasses.replace(cfg, backend="auto")
+        return dataclasses.replace(cfg, backend="auto", hardware_rounding=False)
     return cfg
 
 

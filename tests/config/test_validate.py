@@ -112,6 +112,14 @@ def test_every_option_is_valid(group):
         ),
         ({"precision.backward": "sr"}, r"precision\.backward='sr' is unknown: choose standard, ms_eden"),
         (
+            {"precision.name": "mxfp4", "precision.hardware_rounding": True},
+            r"hardware_rounding=True is NVFP4's, but precision=mxfp4: leave it at False",
+        ),
+        (
+            {"precision.hardware_rounding": True, "precision.stochastic_gradients": False},
+            r"hardware_rounding=true is for stochastic rounding, .*: leave it at false",
+        ),
+        (
             {"precision.name": "fp8", "precision.four_over_six": "all"},
             r"four_over_six=all is NVFP4's, but precision=fp8: leave it at none",
         ),

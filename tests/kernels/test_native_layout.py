@@ -89,6 +89,7 @@ def test_the_native_quantizers_reference_is_the_portable_one(stochastic):
 def test_the_self_test_passes_what_is_right_and_tells_what_is_wrong(monkeypatch):
     cpu = torch.device("cpu")
     assert self_test.problem("emulated", cpu) is None
+    assert self_test.rounding_problem(cpu, 16) is None
 
     right = native.quantize_square
 
@@ -97,3 +98,29 @@ def test_the_self_test_passes_what_is_right_and_tells_what_is_wrong(monkeypatch)
 
     monkeypatch.setattr(self_test.native, "quantize_square", swapped)
     assert "16x16" in self_test.problem("emulated", cpu)
+
+
+def test_other_stochastic_rounding_is_told(monkeypatch):
+    right = native.quantize_rows_and_columns
+
+    def hardware(x, rows, columns, signs=None, hardware_rounding=False):
+        """One byte of the thresholds comes out otherwise."""
+        results = right(x, rows, columns, signs)
+        if hardware_rounding and x.shape[1] == 4096:
+            results[0].codes[5, 7] += 1
+        return results
+
+    monkeypatch.setattr(self_test.native, "quantize_rows_and_columns", hardware)
+    told = self_test.rounding_problem(torch.device("cpu"), 16)
+    assert told == "at thresholds 1 of 32768 bytes of codes differ"
+
+
+def test_the_thresholds_of_stochastic_rounding_are_all_there():
+    x = self_test.rounding_grid(64)
+    q = quantize(x, amax=torch.tensor(2688.0))
+    assert (q.scales.float() == 1).all()  # so what is rounded is x itself
+    steps = torch.where(x.abs() < 2, 0.5, torch.where(x.abs() < 4, 1.0, 2.0))
+    at = (x / steps * 512).frac() == 0
+    assert at.float().mean() > 0.3
+    assert len(x[at].unique()) > 0.99 * 2 * 7 * 512  # of both signs
+    assert (~at).float().mean() > 0.3  # the neighbours

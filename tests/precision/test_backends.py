@@ -1,10 +1,11 @@
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
-from nvfp4_kernels.native import fp8
+from nvfp4_kernels.native import fp8, quantize
 from nvfp4_kernels.native import gemm as native
 
 from nvfp4_train.config.load import compose_config
@@ -16,6 +17,7 @@ from nvfp4_train.precision.backends import (
     FORWARD_OPERANDS,
     FP8_CHIP,
     FP8_CUDA,
+    ROUNDING_CHIPS,
     check_plan,
     choose,
 )
@@ -36,6 +38,7 @@ TE = {"te": "2.20.2", "te_core": "2.20.2", "te_torch": "2.20.2"}
 LAPTOP = Machine(triton="3.7.1")
 HOPPER = Machine("NVIDIA H200", (9, 0), (13, 0), "3.6.0", **TE)
 BLACKWELL = Machine("NVIDIA B200", (10, 0), (13, 0), "3.7.1", **TE)
+WORKSTATION = Machine("NVIDIA RTX PRO 6000", (12, 0), (13, 0), "3.7.1")
 OLD_CUDA = Machine("NVIDIA B200", (10, 0), (12, 6), "3.6.0")
 
 
@@ -61,6 +64,8 @@ def precision(name="nvfp4", backend="auto", **keys):
         (precision("fp8"), replace(HOPPER, cuda=(12, 8)), "emulated", "from CUDA 12.9 on"),
         (precision("fp8"), replace(HOPPER, processes=2), "emulated", "2 were started"),
         (precision("mxfp4"), HOPPER, "emulated", "auto"),
+        (precision(hardware_rounding=True), BLACKWELL, "triton", "NVIDIA B200"),
+        (precision(backend="cublas", hardware_rounding=True), BLACKWELL, "cublas", "as configured"),
         (precision("bf16"), BLACKWELL, "torch", "nothing is quantized"),
     ],
 )
@@ -131,6 +136,17 @@ def test_the_backend_follows_from_what_is_asked_and_what_is_there(cfg, machine, 
         ),
         (precision("fp8", "te"), replace(HOPPER, processes=2), "in one process so far.* 2 were started"),
         (precision("bf16", "te"), BLACKWELL, "precision=bf16 quantizes nothing"),
+        (
+            precision(hardware_rounding=True),
+            LAPTOP,
+            r"hardware_rounding=true: .*emulated runs here \(auto: no FP4 tensor cores here\); leave it at false",
+        ),
+        (precision(backend="te", hardware_rounding=True), BLACKWELL, r"te runs here \(as configured\)"),
+        (
+            precision(backend="triton", hardware_rounding=True),
+            WORKSTATION,
+            r"cvt\.rs is in GPUs of compute capability 10\.0 or 10\.3, and this is a .*12\.0; leave it at false",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_reason_and_what_can(cfg, machine, message):
@@ -173,24 +189,37 @@ def test_auto_stays_emulated_where_weights_are_sharded():
     assert "8 were started" in why
 
 
+def test_hardware_rounding_is_never_left_out_silently():
+    with pytest.raises(ConfigError, match=r"emulated runs here \(auto: .*wgrad"):
+        choose(precision(hardware_rounding=True), BLACKWELL, [HALF_A_GEMM])
+
+
 def test_both_lists_of_chips_are_one():
-    assert CHIPS == native.CHIPS
+    assert (CHIPS, ROUNDING_CHIPS) == (native.CHIPS, quantize.ROUNDING_CHIPS)
     assert (FP8_CHIP, FP8_CUDA) == (fp8.CHIP, fp8.CUDA)
 
 
-@pytest.mark.parametrize("backend", ["te", "triton", "cublas"])
-def test_pretrain_refuses_before_it_imports_torch(backend, tmp_path):
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        *(
+            (f"precision.backend={b}", rf"{b} can't run here: .*use precision\.backend=emulated")
+            for b in ("te", "triton", "cublas")
+        ),
+        ("precision.hardware_rounding=true", "emulated runs here .*leave it at false"),
+    ],
+)
+def test_pretrain_refuses_before_it_imports_torch(word, message, tmp_path):
     code = (
         "import sys\nfrom nvfp4_train import cli, pretrain\n"
         "code = cli.exit_code(pretrain.main)\nassert 'torch' not in sys.modules\nsys.exit(code)"
     )
-    words = [*WORDS, "device=cpu", f"run_dir={tmp_path}/run", f"precision.backend={backend}"]
+    words = [*WORDS, "device=cpu", f"run_dir={tmp_path}/run", word]
     done = subprocess.run(
         [sys.executable, "-c", code, *words], env=os.environ, capture_output=True, text=True
     )
     assert done.returncode == 2, done.stderr
-    assert f"precision.backend={backend} can't run here: " in done.stderr
-    assert "use precision.backend=emulated" in done.stderr
+    assert re.search(message, done.stderr)
     assert not (tmp_path / "run").exists()
 
 

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from nvfp4_kernels.native import self_test
 
+from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.errors import ConfigError
+from nvfp4_train.precision import native, runtime
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.native import NativeLinear
 from nvfp4_train.precision.recipe import OPERANDS, LinearPlan
 from tests.linear_steps import forward_and_gradients
+from tests.precision.test_linear import Model
 
 N_IN, N_OUT, TOKENS = 80, 48, 32
 FULL = frozenset(OPERANDS)
@@ -72,3 +77,38 @@ def test_the_operators_are_registered_right():
     torch.library.opcheck(
         torch.ops.nvfp4_train.native_linear, arguments, test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+def test_hardware_rounding_reaches_the_gradients_quantizer(hardware, monkeypatch):
+    right, seen = native.quantize_rows_and_columns, []
+
+    def watched(x, rows, columns, signs=None, hardware_rounding=False):
+        seen.append((rows is not None and rows[1] is not None, hardware_rounding))
+        return right(x, rows, columns, signs, hardware_rounding)
+
+    monkeypatch.setattr(native, "quantize_rows_and_columns", watched)
+    run(build(LinearPlan(FULL, hardware_rounding=hardware), True))
+    assert seen == [(False, False), (True, hardware)]  # x to nearest, dy stochastic
+
+
+def engaged(monkeypatch, backend, products=None, rounding=None):
+    """A runtime on a machine that is told to be a B200, with what its self-test found; its products are emulated."""
+    monkeypatch.setattr(runtime, "choose", lambda *_: ("triton", "auto: NVIDIA B200"))
+    monkeypatch.setattr(runtime, "NativeLinear", lambda backend: NativeLinear("emulated"))
+    monkeypatch.setattr(self_test, "problem", lambda backend, device: products)
+    monkeypatch.setattr(self_test, "rounding_problem", lambda device: rounding)
+    cfg = PrecisionConfig(name="nvfp4", backend=backend, hardware_rounding=True, last_blocks_bf16=0)
+    return runtime.apply_recipe(Model(blocks=2), cfg, 2, 0)
+
+
+def test_hardware_rounding_runs_where_the_self_test_proves_it_and_nowhere_else(monkeypatch):
+    proved = engaged(monkeypatch, "auto")
+    assert "native, stochastic rounding by cvt.rs; self-test passed" in proved.summary()
+    assert all(linear.plan.hardware_rounding for linear in proved.linears.values())
+    with pytest.raises(ConfigError, match=r"by our rule on this GPU \(at thresholds 3 .*leave it at false"):
+        engaged(monkeypatch, "auto", rounding="at thresholds 3 of 4 bytes of codes differ")
+    with pytest.raises(
+        ConfigError, match="backend=triton fails its self-test"
+    ):  # auto would emulate, without cvt.rs
+        engaged(monkeypatch, "auto", products="3 of 4 results are wrong")

@@ -71,6 +71,9 @@ def test_spec_round_trip():
     plan = LinearPlan(frozenset({"dgrad.grad", "fprop.input"}), hadamard=False)
     assert LinearPlan.from_spec(plan.spec) == plan
     assert LinearPlan.from_spec(LinearPlan().spec) == LinearPlan()
+    plan = plan_for(nvfp4(hardware_rounding=True, four_over_six="all"), NAME, 5, 62, "main")
+    assert plan.hardware_rounding
+    assert LinearPlan.from_spec(plan.spec) == plan
 
 
 def test_block_ranges():

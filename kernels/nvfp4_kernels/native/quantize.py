@@ -13,6 +13,7 @@ from nvfp4_kernels.random_bits import CounterKey
 from nvfp4_kernels.triton.ops import OPTIONS, _key, _sign_bits, _words
 
 BACKENDS = ("auto", "portable", "triton")
+ROUNDING_CHIPS = ((10, 0), (10, 3))  # compute capabilities that have cvt.rs
 Request = tuple[torch.Tensor, CounterKey | None]  # amax, key or None for nearest
 
 
@@ -40,8 +41,9 @@ def quantize_rows_and_columns(
     """Row-wise and column-wise 1x16 results from one read of x [rows, cols] (multiples of 16; bf16 or fp32).
 
     The codes and scales of `nvfp4_kernels.quantize_rows_and_columns`, laid out for the native GEMM: the column result is
-    [cols, rows]. `hardware_rounding`: stochastic rounding by `cvt.rs` (sm_100 and sm_103 only), whose equality with the
-    software rule only hardware can show. `backend`: auto takes the kernels on FP4 chips, the portable quantizer elsewhere.
+    [cols, rows]. `hardware_rounding`: stochastic rounding by `cvt.rs` (`ROUNDING_CHIPS` only; the portable quantizer has the
+    software rule), whose equality only hardware can show: `self_test.rounding_problem`. `backend`: auto takes the kernels
+    on FP4 chips, the portable quantizer elsewhere.
     """
     kernels = _kernels(x, backend)
     if kernels is None:

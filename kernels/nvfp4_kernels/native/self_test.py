@@ -90,6 +90,41 @@ def problem(backend: str, device: torch.device) -> str | None:
     return found or next((p for shape in SHAPES if (p := product_problem(backend, device, *shape))), None)
 
 
+def rounding_grid(rows: int) -> torch.Tensor:
+    """fp32 [rows, 4096], drawn from where rounding changes: multiples of 1/512 of E2M1's steps (with 8 random bits every
+    threshold is one) and the fp32 numbers beside them. A maximum of 6 in every block and an amax of 2688 make all scales 1.
+    """
+    draw = torch.Generator().manual_seed(rows)
+    size = (rows, 4096)
+    low, step = torch.tensor(
+        [(0, 0.5), (0.5, 0.5), (1, 0.5), (1.5, 0.5), (2, 1), (3, 1), (4, 2)]
+    ).T  # E2M1's values below 6
+    grid = (low[:, None] + step[:, None] * torch.arange(512) / 512).flatten()
+    x = grid[torch.randint(len(grid), size, generator=draw)]
+    beside = torch.randint(-1, 2, size, dtype=torch.int32, generator=draw)
+    x = (x.view(torch.int32) + beside).clamp_(0).view(torch.float32)
+    x = torch.where(torch.rand(size, generator=draw) < 0.5, -x, x)
+    x[:, ::BLOCK] = 6
+    return x
+
+
+def rounding_problem(device: torch.device, rows: int = 4096) -> str | None:
+    """What differs between stochastic rounding by `cvt.rs` and by the software rule on `device`; None when nothing does.
+
+    On data like training's and, against the software kernels that `problem` has proved, on rows x 4096 thresholds: with
+    4096 rows each grid point of each sign meets each random byte twice, on average.
+    """
+    if found := quantizer_problem(device, 144, 208, hardware=True):
+        return found
+    x, key = rounding_grid(rows).to(device), CounterKey(11, 13, 0, 3)
+    request = (torch.tensor(2688.0, device=device), key)
+    hardware, software = (
+        native.quantize_rows_and_columns(x, request, None, hardware_rounding=h)[0] for h in (True, False)
+    )
+    wrong = int((hardware.codes != software.codes).sum())
+    return f"at thresholds {wrong} of {hardware.codes.numel()} bytes of codes differ" if wrong else None
+
+
 def fp8_problem(device: torch.device, backend: str = "cublas") -> str | None:
     """What is wrong with the native FP8 products and quantize kernels on `device`; None when every bit is right."""
     if backend == "cublas" and (reason := fp8.problem(device)):
