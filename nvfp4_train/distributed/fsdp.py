@@ -49,7 +49,7 @@ class ShardedModel:
 
     def __init__(self, model: HybridModel, processes: Processes, cfg: Config, device: torch.device):
         """`model` is on the meta device; its shards come to `device` without values (`initialize_` or a checkpoint)."""
-        self.group, self.traffic = processes.shard_group, Traffic()
+        self.group, self.traffic = processes.shard_group, processes.traffic
         self.counters = torch.zeros(
             4, dtype=torch.int64, device=device
         )  # seed, step, micro-batch; see `follow`

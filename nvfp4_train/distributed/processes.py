@@ -7,7 +7,7 @@ rank 0 of 1 and nothing here communicates.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from nvfp4_train.config.layout import Layout
 from nvfp4_train.distributed.agreement import Group, control_group
 from nvfp4_train.distributed.failures import START_TIMEOUT, record_collectives
+from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.errors import ConfigError
 
 REPLICATE, FSDP = "replicate", "fsdp"
@@ -35,6 +36,7 @@ class Processes:
     size: int = 1
     mesh: DeviceMesh | None = None
     control: Group = None  # of host values (agreement.py)
+    traffic: Traffic = field(default_factory=Traffic)  # what this rank has sent to the others
 
     @property
     def first(self) -> bool:
@@ -50,6 +52,14 @@ class Processes:
         """The sum over all ranks, in place."""
         if self.mesh is not None:
             dist.all_reduce(value)
+            self.traffic.all_reduce("scalars", value.nbytes, self.size)
+        return value
+
+    def sum_of_shards(self, value: Tensor) -> Tensor:
+        """The sum over the ranks that hold the shards of one copy of the model, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(value, group=self.shard_group)
+            self.traffic.all_reduce("scalars", value.nbytes, self.shard_group.size())
         return value
 
     def concatenate(self, value: Tensor) -> Tensor:
@@ -58,6 +68,7 @@ class Processes:
             return value
         out = value.new_empty(self.size * len(value))
         all_gather(out, value)
+        self.traffic.all_gather("scalars", value.nbytes, self.size)
         return out
 
     def stop(self) -> None:

@@ -4,8 +4,10 @@ A ring (or a direct exchange) among W ranks sends, from each rank: of an all-gat
 each other rank, of a reduce-scatter (W - 1) / W of what it puts in, of an all-reduce twice that.
 
 Purposes: weights and gradients of the tensors that the precision quantizes ("weights/quantized") and of all others
-("weights/other"); the reduction of weight maxima ("weights/amax"); the sum over copies of the model ("gradients/copies").
-Scalars (loss, gradient norm, number of targets: tens of bytes a step) are left out.
+("weights/other"); the reduction of weight maxima ("weights/amax"); the sum over copies of the model ("gradients/copies");
+"scalars": number of targets, micro-batches' losses, gradient norm, tens of bytes a step. In a step in which health is
+recorded its few numbers are counted with these, but not foretold. Left out: what isn't a step's (start, validation, saves,
+rewinds), the flag of 4 bytes by which ranks agree to stop, and the norms that clipping=adagc adds, 4 bytes a tensor.
 """
 
 from __future__ import annotations
@@ -89,6 +91,9 @@ def plan(shapes: Shapes, cfg: Config, layout: Layout) -> dict[str, int]:
     micro_batches = micro_batches_a_rank(cfg, layout)
     sent = {purpose: n * micro_batches for purpose, n in traffic.take().items()}
     traffic.all_reduce("weights/amax", 4 * coded, fsdp)
+    traffic.all_reduce("scalars", 8, layout.ranks)  # the number of targets, int64
+    traffic.all_gather("scalars", 4 * micro_batches, layout.ranks)  # their losses, fp32
+    traffic.all_reduce("scalars", 4, fsdp)  # the gradients' squares, fp32
     return {purpose: n for purpose, n in (sent | traffic.take()).items() if n}
 
 

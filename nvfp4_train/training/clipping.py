@@ -9,28 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nvfp4_train.config.checks import check_clipping
 from nvfp4_train.config.schema import ClippingConfig
+from nvfp4_train.distributed.processes import ALONE, Processes
 from nvfp4_train.errors import CheckpointError
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter], shards: dist.ProcessGroup | None = None) -> Tensor:
+def global_norm(parameters: Iterable[nn.Parameter], processes: Processes = ALONE) -> Tensor:
     """The 2-norm of all gradients together: a float32 scalar on their device. No gradient counts as 0.
 
-    `shards`: the ranks whose shards (DTensors) make up each gradient; they all get the same norm.
+    Where `processes` hold shards of each gradient (DTensors) they all get the same norm.
     Non-finite gradients give a non-finite norm, and so does a sum of squares beyond float32.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    if shards is None:
+    if processes.mesh is None:
         return torch.nn.utils.get_total_norm(grads)
     square = torch.nn.utils.get_total_norm([grad.to_local() for grad in grads]).square()
-    dist.all_reduce(square, group=shards)
-    return square.sqrt()
+    return processes.sum_of_shards(square).sqrt()
 
 
 class FixedClipper:

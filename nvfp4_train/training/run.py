@@ -21,7 +21,6 @@ from nvfp4_train.distributed.failures import NoPeers, PeerWatch
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.processes import start as start_processes
 from nvfp4_train.distributed.saving import Saver
-from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.errors import ConfigError, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token, parameter_count
 from nvfp4_train.model.hybrid import HybridModel
@@ -209,7 +208,6 @@ def _launch(
             saver,
             LaggedMax(control_group()),
             processes,
-            sharded.traffic if sharded else Traffic(),
             peers,
         )
         # What is there by now stays to the end: the garbage collector need not look through it again and again.

@@ -54,7 +54,7 @@ def train_step(
         losses.append(nll.detach())
     loss = processes.concatenate(torch.stack(losses)).sum(dtype=torch.float64).float() / targets
 
-    norm = global_norm(model.parameters(), processes.shard_group)
+    norm = global_norm(model.parameters(), processes)
     accepted = state.detector.update(loss, norm, update_is_finite(loss, norm))
     state.skips.update(accepted)
     coefficient = state.clipper.clip(model.parameters(), norm, accepted)

@@ -21,7 +21,6 @@ from nvfp4_train.distributed.agreement import LaggedMax, from_first
 from nvfp4_train.distributed.failures import NoPeers
 from nvfp4_train.distributed.processes import Processes
 from nvfp4_train.distributed.saving import Saver
-from nvfp4_train.distributed.traffic import Traffic
 from nvfp4_train.errors import RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.model.flops import flops_per_token
 from nvfp4_train.precision import PrecisionRuntime
@@ -74,14 +73,13 @@ class Trainer:
         saver: Saver,
         agree: LaggedMax,
         processes: Processes,
-        traffic: Traffic,
         peers: NoPeers,
     ) -> None:
         self.cfg, self.folder, self.state, self.precision = cfg, folder, state, precision
         self.schedule, self.corpora, self.device = schedule, corpora, device
         self.writer, self.console, self.tracker = writer, console, tracker
         self.saver, self._agree = saver, agree
-        self.processes, self._traffic, self._peers = processes, traffic, peers
+        self.processes, self._peers = processes, peers
         self.recovery = state.recovery
         self._rewinder = Rewinder(
             cfg.recovery, folder, state, precision, saver, writer, tracker, console, processes.control
@@ -226,14 +224,15 @@ class Trainer:
 
     def _start_clock(self) -> None:
         self._clock, self._waited = time.perf_counter(), self._loader.waited
-        self._traffic.take()
+        self.processes.traffic.take()
 
     def _read_metrics(self) -> list[dict[str, Any]]:
         """Records of the steps since the last call; this is where the host waits for the device."""
         records = self._metrics.read()
         seconds = time.perf_counter() - self._clock
         waited = self._loader.waited - self._waited
-        sent = {f"traffic/{name}": value / len(records) for name, value in self._traffic.take().items()}
+        traffic = self.processes.traffic.take()
+        sent = {f"traffic/{name}": value / len(records) for name, value in traffic.items()}
         self._start_clock()
         tokens = len(records) * self.cfg.training.global_batch_size * self.cfg.training.seq_len
         self.seconds += seconds

@@ -7,9 +7,10 @@ import pathlib
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from nvfp4_train.config.layout import Layout
-from nvfp4_train.distributed.processes import ALONE
+from nvfp4_train.distributed.processes import ALONE, Processes, make_mesh
 from nvfp4_train.distributed.traffic import plan
 from nvfp4_train.model.hybrid import HybridModel
 from tests.distributed import train_in_ranks
@@ -19,6 +20,7 @@ from tests.distributed.ranks import run_ranks
 FP32, NVFP4 = ["precision=fp32"], ["model.intermediate_size=48"]
 PACKED = [*NVFP4, "parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
 FP8 = [*NVFP4, "parallel.grad_reduce=fp8"]
+WORDS = {"fp32": FP32, "nvfp4": NVFP4, "packed": PACKED, "fp8": FP8}
 
 
 def in_ranks(n: int, folder: pathlib.Path, runs: dict[str, list[str]]) -> dict:
@@ -37,18 +39,29 @@ def alone() -> dict:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory) -> dict:
-    runs = {"fp32": FP32, "nvfp4": NVFP4, "packed": PACKED, "fp8": FP8}
-    return in_ranks(2, tmp_path_factory.mktemp("two"), runs)
+    return in_ranks(2, tmp_path_factory.mktemp("two"), WORDS)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory) -> dict:
-    hybrid = ["parallel.replicate=2"]
-    runs = {"fp32": [*FP32, *hybrid], "nvfp4": [*NVFP4, *hybrid], "packed": [*PACKED, *hybrid]}
+    runs = {name: [*WORDS[name], "parallel.replicate=2"] for name in ("fp32", "nvfp4", "packed")}
     return in_ranks(4, tmp_path_factory.mktemp("four"), runs)
 
 
-@pytest.fixture(params=["two", "four"])
+@pytest.fixture(scope="module")
+def one() -> dict:
+    """A group of one, in this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = Processes(mesh=make_mesh("cpu", Layout(1, 1)))
+    results = {
+        name: train_in_ranks.train(train_in_ranks.tiny_config(*WORDS[name]), group)
+        for name in ("fp32", "nvfp4", "packed")
+    }
+    group.stop()
+    return results
+
+
+@pytest.fixture(params=["one", "two", "four"])
 def several(request) -> dict:
     return request.getfixturevalue(request.param)
 
@@ -80,11 +93,21 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_on_any_rank(alone, seve
         assert run["nan_changed"] == []
 
 
-@pytest.mark.parametrize("run", ["nvfp4", "packed", "fp8"])
-def test_bytes_sent_are_those_that_the_plan_foretells(two, run):
-    cfg = train_in_ranks.tiny_config(*{"nvfp4": NVFP4, "packed": PACKED, "fp8": FP8}[run])
+@pytest.mark.parametrize(
+    ("layout", "run"),
+    [
+        (Layout(1, 1), "packed"),
+        *((Layout(1, 2), run) for run in WORDS),
+        (Layout(2, 2), "nvfp4"),
+        (Layout(2, 2), "packed"),
+    ],
+)
+def test_bytes_sent_are_those_that_the_plan_foretells(layout, run, request):
+    fixture = {1: "one", 2: "two", 4: "four"}[layout.ranks]
+    cfg = train_in_ranks.tiny_config(*WORDS[run])
     shapes = {name: tuple(p.shape) for name, p in HybridModel(cfg.model, "meta").named_parameters()}
-    planned = {name: n * train_in_ranks.STEPS for name, n in plan(shapes, cfg, Layout(1, 2)).items()}
-    if "weights/amax" in planned:  # the weights are prepared once more, before the first step
-        planned["weights/amax"] += planned["weights/amax"] // train_in_ranks.STEPS
-    assert two[run]["sent"] == planned
+    planned = {name: n * train_in_ranks.STEPS for name, n in plan(shapes, cfg, layout).items()}
+    sent = {name: n for name, n in request.getfixturevalue(fixture)[run]["sent"].items() if n}
+    assert sent == planned
+    assert ("gradients/copies" in sent) == (layout.replicate > 1)
+    assert ("scalars" in sent) == (layout.ranks > 1)

@@ -71,13 +71,14 @@ def train(cfg: Config, processes: Processes, steps: int = STEPS) -> dict[str, An
     part = slice(processes.rank * BATCH // processes.size, (processes.rank + 1) * BATCH // processes.size)
     batch = Batch(tokens[part, :-1], tokens[part, 1:], mask[part])
     losses, norms = [], []
+    processes.traffic.take()  # what the run before and the start sent
     for _ in range(steps):
         metrics = train_step(
             state, precision, batch, cfg.training.micro_batch_size, 1e-2, processes=processes
         )
         losses.append(metrics["loss"].item())
         norms.append(metrics["grad_norm"].item())
-    sent = dict(sharded.traffic.take()) if sharded else {}
+    sent = processes.traffic.take()
     before = whole(model)
     refused = train_step(
         state, precision, batch, cfg.training.micro_batch_size, 1e-2, math.nan, processes=processes
