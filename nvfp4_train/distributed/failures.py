@@ -141,12 +141,14 @@ class PeerWatch(NoPeers):
             self._store.set("stopped", f"rank {self._rank} ({self._read(f'who/{self._rank}')})")
 
     def close(self) -> None:
-        """This rank ends as it should."""
-        if self._closed.is_set():
-            return
-        self._closed.set()
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", f"{self._doing}|")
+        """This rank ends, as it should or having said why not."""
+        if not self._closed.is_set():
+            self._closed.set()
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"left/{self._rank}", f"{self._doing}|")
+        # Python stops the threads that are left when it ends, and one that is asking the store then takes the process with
+        # it (SIGABRT instead of the exit code).
+        self._thread.join(_TICK)
 
     def _missing(self) -> list[int]:
         """The ranks that don't say within seconds that they stopped; empty when one of them says why it did."""

@@ -8,9 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from nvfp4_train.distributed.failures import PeerWatch
 
 # For each deed three ranks reduce without end; rank 1 does it to itself in its third step. Forked: torch is imported once.
 _RANKS = """
@@ -118,3 +123,13 @@ def test_a_stop_before_there_is_anything_to_save_stops_the_others_too(results, d
     for rank in (0, 2):
         assert "rank 1 (" in (report := (folder / deed / f"said_{rank}").read_text())
         assert "was stopped by a signal before it had anything to save" in report
+
+
+def test_the_watch_has_ended_when_it_is_closed(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    watch, asking = PeerWatch(tmp_path, pytest.fail, tick=0.001, patience=10**9), threading.Event()
+    watch._beat = lambda count: (asking.set(), time.sleep(0.2))  # a store that is slow to answer
+    assert asking.wait(60)
+    watch.close()
+    assert not watch._thread.is_alive()
+    dist.destroy_process_group()
