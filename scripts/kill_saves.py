@@ -1,14 +1,14 @@
 """Kill one rank of two at every file operation of a save, and watch the next start resume.
 
-    python scripts/kill_saves.py OUT [--rank 0] [--target disk|objects] [--full] [--only N] [key=value ...]
+    python scripts/kill_saves.py OUT [--rank 0] [--target disk|objects] [--full] [--writes 12] [--like TEXT] [key=value ...]
 
 Each trial trains two ranks from a checkpoint of step 4 to that of step 8, which replaces it
 (checkpoint.keep_last=1). In that save the rank is killed at its n-th operation on the folder of
 checkpoints (a write is torn in half first), or, with --full, the operation fails as on a full disk. The
 next launch must resume, from whichever checkpoint it finds, and reach step 12 with the losses of a run
 that nothing disturbed. Prints a line a trial and a table; the exit code is 1 if any launch failed or a
-loss differs. Of the thousands of writes to one file `--writes` are tried, the first and last among them;
-`--only N`: N of all operations, spread evenly.
+loss differs. Of the thousands of writes to one file `--writes` are tried, spread evenly; with --like, which
+may be repeated, only one operation that holds that text.
 
 Target "objects" is a folder behind fsspec (local://), where nothing is renamed, as in an object store; a
 kill may leave half an object there, which an object store wouldn't. Ranks are forked, so that torch is
@@ -29,10 +29,11 @@ from itertools import groupby
 from pathlib import Path
 
 import fsspec.implementations.local
+import matplotlib.figure  # noqa: F401 - what the forked ranks need is imported before
 import torch.distributed as dist
 
 from nvfp4_train.cli import exit_code
-from nvfp4_train.distributed import fsdp, storage  # noqa: F401 - what the forked ranks need is imported before
+from nvfp4_train.distributed import fsdp, storage  # noqa: F401
 from nvfp4_train.distributed.saving import Saver
 from nvfp4_train.pretrain import main as pretrain
 from nvfp4_train.training import run  # noqa: F401
@@ -52,7 +53,7 @@ def main() -> int:
     parser.add_argument("--target", choices=("disk", "objects"), default="disk")
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--writes", type=int, default=12)
-    parser.add_argument("--only", type=int)
+    parser.add_argument("--like", action="append")
     args, words = parser.parse_known_args()
     out = args.out.absolute()
     words += [f"checkpoint.every_steps={OLDER}", "checkpoint.keep_last=1", "training.log_every=1"]
@@ -78,8 +79,10 @@ def main() -> int:
     expected = losses_of(out / "undisturbed")
     operations = (out / "operations").read_text().splitlines()
     chosen = thinned(operations, args.writes)
-    if args.only:
-        chosen = spread(chosen, args.only)
+    if args.like:
+        chosen = [
+            n for text in args.like for n in spread([n for n in chosen if text in operations[n - 1]], 1)
+        ]
 
     outcomes: Counter[tuple[int, bool]] = Counter()
     good = True
@@ -127,8 +130,8 @@ def thinned(operations: list[str], writes: int) -> list[int]:
 
 
 def spread(items: list[int], n: int) -> list[int]:
-    """At most `n` of them, the first and the last among them."""
-    return items if len(items) <= n else [items[i * (len(items) - 1) // (n - 1)] for i in range(n)]
+    """`n` of them, or all."""
+    return items if len(items) <= n else [items[(2 * i + 1) * len(items) // (2 * n)] for i in range(n)]
 
 
 def begin(out: Path) -> None:
