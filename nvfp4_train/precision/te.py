@@ -129,10 +129,10 @@ class TELinear:
         rng: torch.Tensor,
     ) -> torch.Tensor:
         """x: bf16 [tokens, in] -> bf16 [tokens, out]. TE draws its own random bits, not those of `rng`."""
-        self.layer._parameters["weight"] = (
-            weight  # sharded training swaps the parameter, so it is given each time
-        )
         forward_only = plan.quantized == FORWARD_OPERANDS
+        # Sharded training swaps the parameter, so it is given each time. An unquantized dgrad multiplies it uncast with dy,
+        # and cuBLAS has no product of fp32 and bf16: there it is given in bf16.
+        self.layer._parameters["weight"] = weight.to(x.dtype) if forward_only else weight
         recipe = self.engine.forward_only if forward_only else self.engine.recipe
         # torch.autocast is TE's way of taking fp32 weights with bf16 inputs.
         with torch.autocast(x.device.type, torch.bfloat16), self.engine.quantizing(recipe):

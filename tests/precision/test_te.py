@@ -47,7 +47,12 @@ class StandIn:
             def __call__(self, x):
                 assert outer.enabled
                 outer.calls.append(outer.recipe)
-                return torch.nn.functional.linear(x, self._parameters["weight"].to(x.dtype))
+                weight = self._parameters["weight"]
+                if (
+                    outer.recipe.backward_override is not None
+                ):  # its dgrad multiplies dy with the weight as it is
+                    assert weight.dtype == x.dtype
+                return torch.nn.functional.linear(x, weight.to(x.dtype))
 
         self.Linear = Layer
 

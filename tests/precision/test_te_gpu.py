@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nvfp4_train.config.schema import PrecisionConfig
+from nvfp4_train.config.schema import PhaseConfig, PrecisionConfig, RuleConfig
 from nvfp4_train.errors import ConfigError
+from nvfp4_train.precision.backends import FORWARD_OPERANDS
 from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.runtime import PrecisionRuntime
@@ -31,8 +32,10 @@ class Model(torch.nn.Module):
         return x
 
 
-def build(recipe):
-    cfg = PrecisionConfig(name="fp8", backend="te", te_recipe=recipe, first_blocks_bf16=0, last_blocks_bf16=1)
+def build(recipe, **keys):
+    cfg = PrecisionConfig(
+        name="fp8", backend="te", te_recipe=recipe, first_blocks_bf16=0, last_blocks_bf16=1, **keys
+    )
     model = Model()
     return model, PrecisionRuntime(model, cfg, 3, 0)
 
@@ -87,6 +90,61 @@ def test_a_validation_leaves_delayed_scaling_as_it_was():
         results.append([step(model, runtime, seed)[0] for seed in (2, 3)])
     for without, beside in zip(*results, strict=True):
         assert torch.equal(without, beside)
+
+
+PHASES = [PhaseConfig("main", 0.0), PhaseConfig("tail", 0.9)]
+
+
+def error(got, exact):
+    """Relative, of the norms."""
+    return float((got.float() - exact.float()).norm() / exact.float().norm())
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize("phase", ["main", "tail"])
+def test_a_layer_whose_backward_is_in_bf16_has_bf16s_gradients(recipe, phase):
+    """From the start, and after steps in which all of its operands were quantized."""
+    rule = RuleConfig(operands=["dgrad.*", "wgrad.*"], phase=phase, format="bf16")
+    model, runtime = build(recipe, phases=PHASES, rules=[rule])
+    if phase == "tail":
+        step(model, runtime, 0)
+        assert runtime.set_phase(0.95)
+    layer = model.layers[0]
+    assert layer.plan.quantized == FORWARD_OPERANDS
+    draw = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(128, N, generator=draw).bfloat16().cuda() for _ in range(2))
+
+    def results():
+        layer.weight.grad, leaf = None, x.clone().requires_grad_()
+        with runtime.forward_pass():
+            y = layer(leaf)
+        y.backward(dy)
+        return y.detach(), leaf.grad, layer.weight.grad.clone()
+
+    y, dx, dw = results()
+    with runtime.all_bf16():
+        expected = results()
+    # Two operands in E4M3 err by 0.04 of a product or so, results in bf16 by 2^-9.
+    assert 0.01 < error(y, expected[0]) < 0.1
+    assert error(dx, expected[1]) < 0.008
+    assert error(dw, expected[2]) < 0.008
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_a_phase_takes_layers_out_of_the_library(recipe):
+    rule = RuleConfig(phase="tail", format="bf16")
+    model, runtime = build(recipe, phases=PHASES, rules=[rule])
+    for seed in range(3):
+        before = step(model, runtime, seed)[0]
+    with runtime.all_bf16():
+        expected, wanted = step(model, runtime, 2)
+    assert not torch.equal(before, expected)
+    assert runtime.set_phase(0.95)
+    assert not any(layer.plan.quantized for layer in model.layers)
+    y, gradients = step(model, runtime, 2)
+    assert torch.equal(y, expected)
+    for got, exact in zip(gradients, wanted, strict=True):
+        assert torch.equal(got, exact)
 
 
 @pytest.mark.skipif(
