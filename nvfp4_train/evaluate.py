@@ -65,7 +65,7 @@ def _on_tasks(run: TrainedRun, options: Options) -> None:
     from nvfp4_train.training.harness import evaluate_tasks
 
     results = evaluate_tasks(run, options.tasks, options.few_shot, options.limit)
-    rows = [("model", run.title), ("precision", run.precision.summary())]
+    rows = _what_ran(run)
     for task, metrics in results.items():
         for name, value in metrics.items():
             metric, _, kind = name.partition(",")
@@ -74,6 +74,11 @@ def _on_tasks(run: TrainedRun, options: Options) -> None:
                 spread = f" +- {error:.4f}" if isinstance(error, float) else ""
                 rows.append((task, f"{metric} {value:.4f}{spread}"))
     print(units.table(rows, indent=""))
+
+
+def _what_ran(run: TrainedRun) -> list[tuple[str, str]]:
+    rows = [("model", run.title), ("precision", run.precision.summary())]
+    return [*rows, ("kernels", run.kernels)] if run.device.type == "cuda" else rows
 
 
 def _on_text(run: TrainedRun, options: Options) -> None:
@@ -97,11 +102,8 @@ def _on_text(run: TrainedRun, options: Options) -> None:
                 run.model, run.cfg, text.stream, options.max_tokens, _progress
             )
     first = scores["as trained"]
-    rows = [
-        ("model", run.title),
-        ("precision", run.precision.summary()),
-        ("text", f"{text.name}: {units.count(first.tokens)} tokens, {units.size(first.n_bytes)}"),
-    ]
+    rows = _what_ran(run)
+    rows.append(("text", f"{text.name}: {units.count(first.tokens)} tokens, {units.size(first.n_bytes)}"))
     for name, score in scores.items():
         gap = "" if score is first else f"  (as trained {100 * (first.loss / score.loss - 1):+.2f} %)"
         rows.append((name, f"loss {score.loss:.4f}  {score.bits_per_byte:.3f} bits per byte{gap}"))

@@ -30,6 +30,7 @@ from nvfp4_train.interop.weights import (
 from nvfp4_train.model.flops import linear_layers
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import fill_
+from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.precision import LinearPlan, PrecisionRuntime, apply_recipe, backends, plan_for
 from nvfp4_train.precision.recipe import BF16_PLAN, phase_at
 from nvfp4_train.training.machine import resolve_device
@@ -68,6 +69,7 @@ class TrainedRun(OpenedModel):
 
     model: HybridModel
     precision: PrecisionRuntime
+    kernels: str  # which run, in a line
     device: torch.device
 
 
@@ -114,7 +116,9 @@ def load_run(run: str | Path, device: str, warn: Callable[[str], None]) -> Train
     recipe = _computable(cfg.precision, target.type, warn)
     precision = apply_recipe(model, recipe, len(cfg.model.pattern), cfg.training.seed)
     precision.set_phase(opened.progress)
-    return TrainedRun(**vars(opened), model=model.eval(), precision=precision, device=target)
+    wanted = "torch" if cfg.training.kernels == "torch" else "auto"
+    kernels = choose_kernels(model, wanted, target, deterministic=False)
+    return TrainedRun(**vars(opened), model=model.eval(), precision=precision, kernels=kernels, device=target)
 
 
 def _computable(cfg: PrecisionConfig, device: str, warn: Callable[[str], None]) -> PrecisionConfig:

@@ -63,7 +63,8 @@ def test_matches_transformer_engine_bit_for_bit(name):
 def matrices(draw, dtype):
     """Matrices of many magnitudes: zeros, negative zeros, zero blocks, outliers, subnormals, grid points, ties."""
     rows = 16 * draw(st.integers(1, 4))
-    cols = 16 * draw(st.integers(1, 40) | st.sampled_from([16, 32, 48]))  # multiples of 256 need no masks
+    # Each width is compiled for itself, and multiples of 256 need no masks.
+    cols = 16 * draw(st.sampled_from([1, 5, 15, 16, 17, 23, 32, 48]))
     g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     x = torch.randn(rows, cols, generator=g)
     if draw(st.booleans()):

@@ -211,6 +211,7 @@ CASES = {
     "forward": "check(x.bfloat16(), SIGNS, False, 'codes')",
     "backward": "check(x.bfloat16(), SIGNS, True, 'operand')",
     "fp32": "check(x, None, True, 'codes')",
+    "whole tiles": "check(torch.randn(32, 256).bfloat16(), SIGNS, True, 'operand')",
     "producers": "check_producers()",
     "norms": "check_norms()",
     "blocks": "check_blocks(), check_native_fp8()",
@@ -274,6 +275,11 @@ build(
     kernels.quantize_kernel, x=words, rows=i32, cols=4096, row_amax=floats, row_key=key, row_out=words, row_scales=None,
     column_amax=floats, column_key=None, column_out=halves, column_scales=halves,
     ROW="operand", ROW_STOCHASTIC=True, COLUMN="codes", COLUMN_STOCHASTIC=False, **whole,
+)
+build(
+    kernels.quantize_kernel, x=words, rows=i32, cols=272, row_amax=floats, row_key=key, row_out=words, row_scales=u8s,
+    column_amax=floats, column_key=key, column_out=words, column_scales=None,
+    ROW="codes", ROW_STOCHASTIC=True, COLUMN="operand", COLUMN_STOCHASTIC=True, **whole,
 )
 if sys.argv[1] == "90":
     fp8 = {"row_codes": halves, "row_scales": floats, "column_codes": words, "column_scales": floats}
@@ -366,7 +372,7 @@ def test_compiles_ahead_of_time(capability, tmp_path):
     path = tmp_path / "build.py"
     path.write_text(COMPILE)
     done = subprocess.run(
-        [sys.executable, path, str(capability), "all" if capability in (80, 100) else "first"],
+        [sys.executable, path, str(capability), "all" if capability in (80, 90, 100) else "first"],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -361,7 +361,15 @@ def expand_rows_kernel(codes, scales, out, blocks, LANES: tl.constexpr):
         half = low if i < 4 else high
         a, b = nibble_value(half, 8 * (i % 4), scale), nibble_value(half, 8 * (i % 4) + 4, scale)
         words = words + (pack2(a, b),)
-    store_block(out, block, mask, words)
+    # Unlike `store_block`: memory is all that this kernel waits for, and a warp's writes are of contiguous bytes here.
+    a, b, c, d = (
+        join_words(words[0], words[1]),
+        join_words(words[2], words[3]),
+        join_words(words[4], words[5]),
+        join_words(words[6], words[7]),
+    )
+    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (LANES, 4))
+    tl.store(out + (block * 4)[:, None] + tl.arange(0, 4)[None, :], tile, mask[:, None])
 
 
 @triton.jit(do_not_specialize_on_alignment=["a", "b"])
