@@ -17,11 +17,11 @@ from nvfp4_kernels import (
     gemm,
     quantize,
     quantize_rows_and_columns,
-    reference,
     tensor_scale,
 )
-from nvfp4_kernels.format import E2M1_VALUES
 from nvfp4_kernels.gemm import scale_product
+
+from tests.kernels.test_quantize import check_stochastic_mean
 
 pytestmark = [
     pytest.mark.gpu,
@@ -195,29 +195,7 @@ def test_amax_shows_what_conversion_hides(bad):
 
 
 def test_stochastic_mean_is_the_rules_expectation():
-    x = (torch.rand(16, 64) * 2 - 1).bfloat16().cuda()
-    n = 4096
-    total, squares = torch.zeros(2, 16, 64, dtype=torch.float64, device="cuda")
-    both = amax(x)
-    step = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(n):
-        v = quantize(x, rounding="stochastic", key=CounterKey(3, step, 0, 0), amax=both[0]).dequantize(
-            torch.float64
-        )
-        total += v
-        squares += v * v
-        step += 1
-    scales = quantize(x.cpu(), backend="reference").scales
-    y = reference.scale_elements(x.cpu().float(), scales, both[0].cpu())
-    grid = torch.tensor(E2M1_VALUES, dtype=torch.float64)
-    codes = torch.stack(
-        [reference.round_stochastic(y, torch.full_like(y, b, dtype=torch.int64)) for b in range(256)]
-    )
-    unit = scales.double().repeat_interleave(16, 1) * tensor_scale(both[0].cpu()).double()
-    expectation = grid[codes.int()].mean(0) * unit
-    mean = (total / n).cpu()
-    error = ((squares.cpu() / n - mean**2).clamp(min=0) / n).sqrt()
-    assert ((mean - expectation).abs() <= 5 * error + 1e-6 * unit).all()
+    check_stochastic_mean("cuda")
 
 
 @pytest.mark.parametrize("k", [64, 2048, 20480])
