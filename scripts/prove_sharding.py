@@ -4,7 +4,7 @@ Trains quickstart with torchrun (uncompiled, and in micro-batches of 2 sequences
 prints tables in Markdown. Parts, all but the last with sequences of 64 tokens:
 
     fp32      50 steps in fp32 under 1, 2 and 4 processes: the largest relative difference of the losses
-    nvfp4     the same in nvfp4, beside other seeds: first losses, and whether final ones lie within the seeds' spread
+    nvfp4     the same in nvfp4: first losses, where the final ones lie among those of 32 seeds, and seeds in pairs
     resume    25 steps under 4 processes, 25 more from that checkpoint under 4, 2 and 1, beside 50 under 4 without a break
     codes     the 4-bit codes and scales that 4 ranks gather, beside those of the whole weights, new and after 50 steps
     traffic   bytes a rank sends in a step, measured and planned, of each weight_gather and grad_reduce
@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,7 @@ SHORT = [
     "training.validate_tokens=20000",
     "training.seq_len=64",
 ]
+SEEDS = (1234, *range(1, 32))
 PACKED = ["parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
 
 
@@ -80,23 +82,38 @@ def fp32(out: Path) -> None:
 
 
 def nvfp4(out: Path) -> None:
-    head("processes", "seed", "traffic", "first loss", "loss of step 50", "held-out loss")
-    runs = [
-        (None, 1234, []),
-        (None, 1, []),
-        (None, 2, []),
-        (None, 3, []),
-        (1, 1234, []),
-        (2, 1234, []),
-        (4, 1234, []),
-    ]
-    for ranks, seed, traffic in [*runs, (2, 1234, PACKED), (4, 1234, PACKED)]:
+    def train(ranks: int | None, seed: int, traffic: list[str]) -> list[dict]:
         name = f"nvfp4_{ranks or 'alone'}_{seed}{'_packed' * bool(traffic)}"
-        records = run(out, name, ranks, *SHORT, f"training.seed={seed}", *traffic)
+        return run(out, name, ranks, *SHORT, f"training.seed={seed}", *traffic)
+
+    seeds = {seed: valid(train(None, seed, [])) for seed in SEEDS}
+    mean, deviation = statistics.mean(seeds.values()), statistics.stdev(seeds.values())
+    print(
+        f"\nOne process, {len(seeds)} seeds: held-out loss {mean:.4f} +- {deviation:.4f} (standard deviation), ",
+        end="",
+    )
+    print(
+        f"{min(seeds.values()):.4f} to {max(seeds.values()):.4f}:",
+        *(f"{loss:.4f}" for loss in seeds.values()),
+    )
+    head(
+        "processes",
+        "traffic",
+        "first loss",
+        "loss of step 50",
+        "held-out loss",
+        "deviations from the seeds' mean",
+    )
+    for ranks, traffic in ((None, []), (1, []), (2, []), (4, []), (2, PACKED), (4, PACKED)):
+        records = train(ranks, SEEDS[0], traffic)
         print(
-            f"| {ranks or '1, no torchrun'} | {seed} | {'nvfp4' if traffic else 'bf16, fp32'} | {records[0]['loss']!r} | "
-            f"{records[-1]['loss']:.4f} | {valid(records):.4f} |"
+            f"| {ranks or '1, no torchrun'} | {'nvfp4' if traffic else 'bf16, fp32'} | {records[0]['loss']!r} | "
+            f"{records[-1]['loss']:.4f} | {valid(records):.4f} | {(valid(records) - mean) / deviation:+.2f} |"
         )
+    head("seed", "one process", "two, traffic in nvfp4", "difference")
+    for seed in SEEDS[:9]:
+        two = valid(train(2, seed, PACKED))
+        print(f"| {seed} | {seeds[seed]:.4f} | {two:.4f} | {two - seeds[seed]:+.4f} |")
 
 
 def resume(out: Path) -> None:

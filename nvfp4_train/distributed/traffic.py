@@ -5,9 +5,9 @@ each other rank, of a reduce-scatter (W - 1) / W of what it puts in, of an all-r
 
 Purposes: weights and gradients of the tensors that the precision quantizes ("weights/quantized") and of all others
 ("weights/other"); the reduction of weight maxima ("weights/amax"); the sum over copies of the model ("gradients/copies");
-"scalars": number of targets, micro-batches' losses, gradient norm, tens of bytes a step. In a step in which health is
-recorded its few numbers are counted with these, but not foretold. Left out: what isn't a step's (start, validation, saves,
-rewinds), the flag of 4 bytes by which ranks agree to stop, and the norms that clipping=adagc adds, 4 bytes a tensor.
+"scalars": number of targets, micro-batches' losses, gradient norm, some 10 bytes a step and other rank. In a step in which
+health is recorded its few numbers are counted with these, but not foretold. Left out: what isn't a step's (start,
+validation, saves, rewinds), the flag of 4 bytes by which ranks agree to stop, clipping=adagc's norms (4 bytes a tensor).
 """
 
 from __future__ import annotations

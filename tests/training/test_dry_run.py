@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from nvfp4_train.config.layout import layout_of
 from nvfp4_train.config.load import CONFIG_DIR, compose_config, option_names
 from nvfp4_train.config.schema import Config, PhaseConfig, RuleConfig
 from nvfp4_train.training import dry_run
+from nvfp4_train.training.memory import estimate
 
 # Parameters and GFLOP a token at 8192 tokens, as published or computed elsewhere for the released models.
 PUBLISHED = {
@@ -119,12 +121,14 @@ def test_columns_are_aligned_and_lines_fit(cfg):
 def test_shards_and_traffic_of_256_ranks_are_planned_and_checked_against_pytorch():
     words = ["training.global_batch_size=768", "parallel.fsdp=64", "parallel.replicate=4"]
     packed = ["parallel.weight_gather=nvfp4", "parallel.grad_reduce=nvfp4"]
-    text = dry_run.describe(
-        compose_config(["+experiment=12b_hybrid", "device=cpu", "dry_run=true", *words, *packed])
-    )
+    cfg = compose_config(["+experiment=12b_hybrid", "device=cpu", "dry_run=true", *words, *packed])
+    text = dry_run.describe(cfg)
     assert "4 copies of the model, each in 64 shards" in text
     assert f"{12_310_001_152 // 64:,} parameters on rank 0" in text
     assert "28 by columns" in text  # in_proj has 1416 blocks of rows
     assert re.search(r"weights/quantized .* 25\.\d % of BF16's", text)
     assert re.search(r"gradients/quantized .* 28\.\d % of BF16's", text)
     assert re.search(r"weights +734 MiB", text)
+    # On a GPU the copies for saving and rewinds lie in the machine's memory.
+    assert float(re.search(r"total +(\d+) GiB  and working memory", text)[1]) == pytest.approx(101, abs=2)
+    assert estimate(cfg, "cuda", layout_of(cfg)).total / 2**30 == pytest.approx(95, abs=2)
