@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 import psutil
 
@@ -15,6 +16,30 @@ from nvfp4_train.errors import StoppedBySignal
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _START_GRACE = 3.0  # seconds that start-up has to unwind in Python before the process is ended
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Within `with`, SIGTERM or SIGINT ends the process at once with exit code 75.
+
+    For the seconds of imports and checks in which nothing is open yet; C code that is being loaded need not bear an
+    exception of a handler. `StopRequest` takes over within it.
+    """
+
+    def end(number: int, frame: FrameType | None) -> None:
+        _end(number)
+
+    previous = {s: signal.signal(s, end) for s in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _end(number: int) -> NoReturn:
+    os.write(2, f"Error: {_NOTHING.format(signal.Signals(number).name)}\n".encode())
+    os._exit(StoppedBySignal.exit_code)
 
 
 class _Unwind(BaseException):
@@ -88,8 +113,7 @@ class StopRequest:
             for child in psutil.Process().children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     child.kill()
-            os.write(2, f"Error: {_NOTHING.format(signal.Signals(number[0]).name)}\n".encode())
-            os._exit(StoppedBySignal.exit_code)
+            _end(number[0])
         os.close(wakeup)
 
 

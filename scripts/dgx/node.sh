@@ -1,23 +1,34 @@
 #!/usr/bin/env bash
-# One machine's part of a run that launch.sh starts:  node.sh ID MACHINES NUMBER HOST:PORT WORDS...
+# One machine's part of a run that launch.sh starts:  node.sh ID ATTEMPT MACHINES NUMBER HOST:PORT WORDS...
 set -uo pipefail
-id=$1 machines=$2 number=$3 rendezvous=$4
-shift 4
+id=$1 attempt=$2 machines=$3 number=$4 rendezvous=$5
+shift 5
+pidfile=/tmp/$id-$number.pid stopfile=/tmp/$id-$attempt-$number.stop
+stopped=0 torchrun=''
 
-pidfile=/tmp/$id-$number.pid
+# torchrun hands the signal on, once: a second one would break off its waiting.
+# shellcheck disable=SC2329 # called by the trap
+stop() {
+  [ "$stopped" -eq 1 ] || [ -z "$torchrun" ] || kill -TERM "$torchrun"
+  stopped=1
+}
+
+# The start before may have lost its connection, but not yet its processes.
+if old=$(cat "$pidfile" 2>/dev/null) && kill -TERM "$old" 2>/dev/null; then
+  while kill -0 "$old" 2>/dev/null; do sleep 1; done
+fi
+trap 'rm -f "$pidfile" "$stopfile"' EXIT
+trap stop TERM
 echo $$ >"$pidfile"
-trap 'rm -f "$pidfile"' EXIT
-# torchrun hands SIGTERM on, and kills what is left after 30 seconds, too few for a large checkpoint; torch 2.11 knows no other.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
-# A new store for each restart: a shared one still holds the addresses of the processes that are gone (torch 2.13).
-export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-trap 'stopped=1; kill -TERM "$torchrun"' TERM
-stopped=0
+[ -e "$stopfile" ] && exit 75
 
-"$PYTHON" -m torch.distributed.run --nnodes="$machines" --nproc-per-node="$GPUS" --rdzv-id="$id" --rdzv-backend=c10d \
-  --rdzv-endpoint="$rendezvous" --max-restarts="$MAX_RESTARTS" \
-  -m nvfp4_train.pretrain "$@" &
+# torchrun kills what is left after 30 seconds, too few for a large checkpoint; torch 2.11 knows no other.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$GRACE
+# launch.sh starts again: a failure on one machine ends all of them, and only all codes together tell a failure from a stop.
+"$PYTHON" -m nvfp4_train.torchrun --nnodes="$machines" --nproc-per-node="$GPUS" --rdzv-id="$id-$attempt" --rdzv-backend=c10d \
+  --rdzv-endpoint="$rendezvous" --max-restarts=0 -m nvfp4_train.pretrain "$@" &
 torchrun=$!
+[ "$stopped" -eq 0 ] || kill -TERM "$torchrun"
 while true; do
   wait "$torchrun"
   code=$?

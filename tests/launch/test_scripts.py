@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,11 +21,13 @@ WORDS = ["+experiment=quickstart", "training.sample_prompt=two words"]
 class Job:
     """A script as the cluster would run it."""
 
-    def __init__(self, folder: Path, *command: str | Path, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, *command: str | Path, words: Sequence[str] = WORDS, **environment: str
+    ) -> None:
         self.log = folder / "log"
         self.log.touch()
         self._process = subprocess.Popen(
-            [*map(str, command), *WORDS],
+            [*map(str, command), *words],
             cwd=ROOT,
             env=os.environ
             | {
@@ -137,26 +142,56 @@ def test_the_health_check_counts_gpus(gpus, faults):
     assert all(fault in done.stdout for fault in faults), done.stdout
 
 
-def dgx(folder: Path, **environment: str) -> Job:
-    (folder / "hosts").write_text("# machines\nfirst\nsecond\n")
+def dgx(
+    folder: Path, hosts: str = "first second", words: Sequence[str] = WORDS, **environment: str
+) -> Job:
+    (folder / "hosts").write_text("# machines\n" + "\n".join(hosts.split()) + "\n")
     script = ROOT / "scripts" / "dgx" / "launch.sh"
-    return Job(folder, script, folder / "hosts", RSH=str(FAKE / "remote_shell"), GPUS="2", **environment)
+    settings = {"RSH": str(FAKE / "remote_shell"), "GPUS": "2", "PAUSE": "0", "MAX_RESTARTS": "1"}
+    return Job(folder, script, folder / "hosts", words=words, **settings | environment)
 
 
 def test_dgx_starts_torchrun_on_every_machine(tmp_path):
     job = dgx(tmp_path)
     code, output = job.end()
     assert code == 0, output
-    first, second = sorted(job.starts)
+    first, second = (line.partition(": ")[2] for line in job.starts)
     assert first == second
-    assert "-m torch.distributed.run --nnodes=2 --nproc-per-node=2" in first
-    assert "--rdzv-endpoint=first:29400 --max-restarts=100 -m nvfp4_train.pretrain" in first
+    assert first.startswith("-m nvfp4_train.torchrun --nnodes=2 --nproc-per-node=2")
+    assert "--rdzv-endpoint=first:29400 --max-restarts=0 -m nvfp4_train.pretrain" in first
     assert first.endswith(" ".join(WORDS))
 
 
-@pytest.mark.parametrize(("codes", "code"), [("1", 1), ("2", 2)])
-def test_dgx_ends_as_its_machines_do(tmp_path, codes, code):
-    assert dgx(tmp_path, FAKE_CODES=codes).end()[0] == code
+@pytest.mark.parametrize(
+    ("first", "second", "starts", "code", "said"),
+    [
+        ("1 0", "1 0", 2, 0, "ended with 1; going on from the last checkpoint"),
+        ("1 1", "255 1", 2, 1, "gave up after 2 starts"),
+        ("75 0", "1 0", 2, 0, "ended with 1"),  # one that failed stopped the other's ranks
+        ("then-1 0", "signal 0", 2, 0, "ended with 1"),  # ... or didn't: the launcher does
+        ("75", "75", 1, 75, "stopped and saved"),  # someone stopped a single rank
+        ("then-2", "signal", 1, 2, "needs a person"),
+        ("76", "76", 1, 76, "recovery gave up"),
+    ],
+)
+def test_dgx_starts_all_machines_again_for_what_may_succeed(tmp_path, first, second, starts, code, said):
+    patience = "0" if first == "then-1 0" else "120"
+    job = dgx(tmp_path, FAKE_CODES_first=first, FAKE_CODES_second=second, PATIENCE=patience)
+    got, output = job.end()
+    assert (got, len([line for line in job.starts if " on first at" in line])) == (code, starts), output
+    assert said in output
+
+
+def test_dgx_ends_a_run_that_is_refused_with_real_torchruns(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    here = {"PYTHON": sys.executable, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = [*WORDS, "training.seq_len=-1"]
+    job = dgx(tmp_path, "localhost 127.0.0.1", words, GPUS="1", PORT=str(port), **here)
+    code, output = job.end()
+    assert code == 2, output
+    assert "training.seq_len=-1" in output
+    assert "going on" not in output
 
 
 def test_dgx_hands_a_stop_on_and_ends_with_75(tmp_path):
@@ -164,6 +199,14 @@ def test_dgx_hands_a_stop_on_and_ends_with_75(tmp_path):
     job.stop()
     code, output = job.end()
     assert code == 75, output
+    assert len(job.starts) == 2
+
+
+def test_dgx_stops_a_machine_that_is_only_about_to_start(tmp_path):
+    job = dgx(tmp_path, "first", FAKE_SLOW=str(tmp_path / "stopped"))
+    job.stop()
+    code, output = job.end()
+    assert (code, job.starts) == (75, []), output
 
 
 def test_scripts_and_dockerfile_pass_their_linters():
