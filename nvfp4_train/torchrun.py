@@ -8,9 +8,13 @@ once when a rank was refused (exit code 2), gave up (76) or was stopped (75), an
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterable
+
+import psutil
 
 from nvfp4_train.errors import ConfigError, RecoveryGaveUp, StoppedBySignal
 from nvfp4_train.training.signals import ending_at_once
@@ -42,7 +46,7 @@ def main() -> int:
         class Agent(api.LocalElasticAgent):
             """Private names, the same from torch 2.11 to 2.13; torchrun has no setting for this."""
 
-            def _monitor_workers(self, worker_group):  # noqa: ANN001
+            def _monitor_workers(self, worker_group):
                 result = super()._monitor_workers(worker_group)
                 if result.is_failed() and outcome(_codes(result.failures)) != 1:
                     self._remaining_restarts = 0
@@ -55,9 +59,21 @@ def main() -> int:
             code = outcome(_codes(error.failures))
             print(f"torchrun: the ranks ended with {code}" if code != 1 else error, file=sys.stderr)
             return code
-        except SignalException:  # handed on to the ranks, which had their time to save
+        except SignalException as stop:  # handed on to the ranks, which had their time to save
+            _stop_forgotten(stop.sigval)
             return StoppedBySignal.exit_code
     return 0
+
+
+def _stop_forgotten(number: signal.Signals) -> None:
+    """Stop ranks that torchrun was starting when the signal came: it does not know them yet, and would leave them behind."""
+    ranks = psutil.Process().children()
+    for rank in ranks:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)
+    _, left = psutil.wait_procs(ranks, timeout=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")))
+    for rank in left:
+        rank.kill()
 
 
 def _codes(failures: dict) -> list[int]:

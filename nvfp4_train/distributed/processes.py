@@ -122,7 +122,7 @@ def _store() -> tuple[dist.Store, int, int]:
     ):
         raise ConfigError(
             "torchrun --max-restarts on several machines needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment "
-            "(scripts/dgx/launch.sh sets it): without it restarted ranks can't find each other."
+            "(scripts/dgx/launch.sh starts them again by itself): without it restarted ranks can't find each other."
         )
     return dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store), rank, size
 

@@ -142,9 +142,7 @@ def test_the_health_check_counts_gpus(gpus, faults):
     assert all(fault in done.stdout for fault in faults), done.stdout
 
 
-def dgx(
-    folder: Path, hosts: str = "first second", words: Sequence[str] = WORDS, **environment: str
-) -> Job:
+def dgx(folder: Path, hosts: str = "first second", words: Sequence[str] = WORDS, **environment: str) -> Job:
     (folder / "hosts").write_text("# machines\n" + "\n".join(hosts.split()) + "\n")
     script = ROOT / "scripts" / "dgx" / "launch.sh"
     settings = {"RSH": str(FAKE / "remote_shell"), "GPUS": "2", "PAUSE": "0", "MAX_RESTARTS": "1"}

@@ -16,7 +16,24 @@ from nvfp4_train.torchrun import outcome
 _LAUNCHERS = """
 import json, os, pathlib, signal, sys, time
 import torch.distributed.run
+from torch.distributed.launcher import api
 from nvfp4_train import torchrun
+
+class Agent(api.LocalElasticAgent):
+    def _start_workers(self, group):
+        workers = super()._start_workers(group)
+        if os.environ["LOG"].endswith("/started/log"):  # as if the signal came before torchrun has noted them down
+            while log("started").count("waiting") < 2:
+                time.sleep(0.02)
+            self._pcontext = None
+            os.kill(os.getpid(), signal.SIGTERM)
+        return workers
+
+def log(name):
+    path = folder / name / "log"
+    return path.read_text() if path.exists() else ""
+
+api.LocalElasticAgent = Agent
 
 folder, codes, launchers = pathlib.Path(sys.argv[1]), {}, {}
 for name, ranks in json.loads(sys.argv[2]).items():
@@ -31,8 +48,7 @@ for name, ranks in json.loads(sys.argv[2]).items():
         finally:
             os._exit(code)
     launchers[name] = pid
-stopped = folder / "stopped" / "log"
-while not stopped.exists() or stopped.read_text().count("waiting") < 2:
+while log("stopped").count("waiting") < 2:
     time.sleep(0.02)
 os.kill(launchers["stopped"], signal.SIGTERM)
 codes = {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in launchers.items()}
@@ -42,10 +58,10 @@ print(json.dumps(codes))
 _RANK = """
 words=(${@:RANK+1:1})
 word=${words[TORCHELASTIC_RESTART_COUNT]}
-trap "exit 75" TERM
+trap 'echo "end of $RANK" >>"$LOG"; exit 75' TERM
 echo "start of $RANK" >>"$LOG"
 case $word in
-  wait) echo waiting >>"$LOG"; while true; do sleep 0.05; done ;;
+  wait) echo waiting >>"$LOG"; while [ -e "$LOG" ]; do sleep 0.05; done ;;
   kill) until grep -q waiting "$LOG"; do sleep 0.02; done; kill -KILL "$BASHPID" ;;
 esac
 exit "$word"
@@ -57,6 +73,7 @@ CASES = {
     "rank_stopped": (["75 0", "wait 0"], 75, 1),
     "killed": (["kill 0", "wait 0"], 0, 2),  # the rank that waits answers torchrun's SIGTERM with 75
     "stopped": (["wait", "wait"], 75, 1),
+    "started": (["wait", "wait"], 75, 1),  # stopped in the middle of starting ranks
 }
 
 
@@ -80,7 +97,10 @@ def test_torchrun_starts_again_only_what_may_succeed_and_ends_with_its_code(code
     folder, ended = codes
     _, code, starts = CASES[name]
     assert ended[name] == code
-    assert (folder / name / "log").read_text().count("start of 0") == starts
+    log = (folder / name / "log").read_text()
+    assert log.count("start of 0") == starts
+    if name in ("stopped", "started"):
+        assert log.count("end of") == 2  # nothing is left behind
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,33 @@ def test_before_the_first_step_a_signal_stops_at_once():
         start()
 
 
+# A signal the moment that a module is asked for.
+_AT_IMPORT = """
+import os, signal, sys
+class Signals:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.{signal})
+sys.meta_path.insert(0, Signals())
+from nvfp4_train import cli, pretrain
+sys.exit(cli.exit_code(pretrain.main))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("SIGTERM", "hydra"), ("SIGINT", "hydra"), ("SIGTERM", "torch"), ("SIGTERM", "torch.fx")],
+)
+def test_a_signal_while_the_program_is_imported_ends_it_with_75(name, module, tmp_path):
+    code = _AT_IMPORT.format(module=module, signal=name)
+    words = ["+experiment=quickstart", f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+    assert f"stopped by {name} before the first step; nothing had to be saved" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 def test_further_signals_change_nothing_about_a_stop_before_the_first_step():
     code = (
         "import os, signal, sys\nfrom nvfp4_train import cli\nfrom nvfp4_train.training.signals import StopRequest\n"
