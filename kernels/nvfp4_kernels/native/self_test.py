@@ -45,22 +45,28 @@ def product_problem(backend: str, device: torch.device, m: int, n: int, k: int) 
     return None
 
 
-def quantizer_problem(device: torch.device, rows: int, cols: int, hardware: bool = False) -> str | None:
-    """What differs between the native quantize kernels on `device` and the reference; None when no bit does."""
+def quantizer_problem(
+    device: torch.device, rows: int, cols: int, hardware: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
+    """What differs between the native quantize kernels on `device` and the reference; None when no bit does.
+
+    `dtype`: of the input; columns are transformed if it is bf16.
+    """
     draw = torch.Generator().manual_seed(rows + cols)
     x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
     x[:, :BLOCK], x[3, 20:40] = 0, -0.0
-    x = x.bfloat16()
-    amaxes = amax(x, SIGNS, "reference")
+    x, signs = x.to(dtype), SIGNS if dtype == torch.bfloat16 else None
+    both = amax(x, signs, "reference")
+    amaxes = both[0], both[1 if signs else 0]
     there = x.to(device)
     for rounding in ("stochastic",) if hardware else ("nearest", "stochastic"):
         keys = [None, None]
         if rounding == "stochastic":
             keys = [CounterKey(5, 7, 1, 9), CounterKey(2**32 - 1, 2**32 - 2, 1, 9, ROLE_COLUMNS)]
         requests = [(amaxes[i], keys[i], "codes") for i in range(2)]
-        expected = quantize_rows_and_columns(x, *requests, SIGNS, "reference")
+        expected = quantize_rows_and_columns(x, *requests, signs, "reference")
         requests = [(amaxes[i].to(device), keys[i]) for i in range(2)]
-        got = native.quantize_rows_and_columns(there, *requests, SIGNS, hardware)
+        got = native.quantize_rows_and_columns(there, *requests, signs, hardware)
         for side, g, e in zip(("rows", "columns"), got, expected, strict=True):
             if problem := _difference(g, e):
                 return f"{side}, {'cvt.rs' if hardware else rounding}: {problem}"
@@ -112,7 +118,7 @@ def rounding_problem(device: torch.device, rows: int = 4096) -> str | None:
     """What differs between stochastic rounding by `cvt.rs` and by the software rule on `device`; None when nothing does.
 
     On data like training's and, against the software kernels that `problem` has proved, on rows x 4096 thresholds: with
-    4096 rows each grid point of each sign meets each random byte twice, on average.
+    4096 rows each grid point of each sign meets each random byte nearly three times, on average.
     """
     if found := quantizer_problem(device, 144, 208, hardware=True):
         return found
@@ -156,12 +162,14 @@ def fp8_product_problem(backend: str, device: torch.device, m: int, n: int, k: i
     return None
 
 
-def fp8_quantizer_problem(device: torch.device, rows: int, cols: int) -> str | None:
+def fp8_quantizer_problem(
+    device: torch.device, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16
+) -> str | None:
     """What differs between the FP8 quantize kernels on `device` and the reference; None when no bit does."""
     draw = torch.Generator().manual_seed(rows + cols)
     x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
     x[:, :BLOCK], x[3, 20:40] = 0, -0.0
-    x = x.bfloat16()
+    x = x.to(dtype)
     got, expected = (
         (*fp8.quantize_rows_and_columns(t, True, True), *fp8.quantize_square(t)) for t in (x.to(device), x)
     )
