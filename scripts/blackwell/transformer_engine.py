@@ -18,6 +18,8 @@ from nvfp4_train.precision.te import TransformerEngine
 
 # Its transform sums in another order, which may round a bf16 value otherwise (5 of a million of very uneven data).
 TRANSFORMED = 1e-4
+# Of 16 draws of two million elements: some five standard errors of a gain, more than ten of a share.
+DRAWS, GAIN, SHARE = 16, 2.5e-4, 2e-3
 
 
 def quantizer(**options: bool) -> Any:
@@ -41,7 +43,7 @@ def quantizers(args: argparse.Namespace) -> str:
     if reason := te_problem():
         raise Skip(reason)
     x = torch.randn(1024, 2048, device=CUDA).bfloat16()
-    both, key = amax(x, SIGNS), CounterKey(1, 2, 3, 4)
+    both = amax(x, SIGNS)
     ours = {
         "1x16": (quantize_rows_and_columns(x, (both[0], None), (both[1], None), SIGNS), True),
         "16x16": (quantize_square(x, both[0]), False),
@@ -64,26 +66,33 @@ def quantizers(args: argparse.Namespace) -> str:
             title = f"{name}, {way}{', transformed' if transformed else ''}"
             lines.append([title, *(f"{s:.1e}" for s in shares), same_amax, f"{allowed:g}"])
     text = table(["what", "bytes of codes that differ", "of scales", "amax equal", "allowed"], lines)
-    draws = stochastic(x, both[0], key)
+    draws = stochastic(x, both[0])
+    rows = [[side, f"{gain:.5f}", f"{share:.4f}"] for side, (gain, share) in draws.items()]
     text += (
-        "\n\nStochastic rounding cannot be compared bit for bit: its bits follow its kernels' tiling. Instead the gain, "
-        f"x.q / x.x, of one draw: {', '.join(f'{name} {gain:.5f}' for name, gain in draws.items())}; scales, which are not "
-        "drawn, are above."
+        "\n\nStochastic rounding cannot be compared bit for bit: its bits follow its kernels' tiling. Instead, on average "
+        f"of {DRAWS} draws:\n\n"
+        + table(["whose", "gain x.q / x.x", "bytes of codes unlike the draw before"], rows)
     )
-    if wrong or abs(draws["theirs"] - draws["ours"]) > 1e-3:  # some 10 standard errors of 2 million elements
+    off = [abs(a - b) for a, b in zip(*draws.values(), strict=True)]
+    if wrong or not (off[0] < GAIN and off[1] < SHARE):
         raise Failed(text)
     return text
 
 
-def stochastic(x: torch.Tensor, value: torch.Tensor, key: CounterKey) -> dict[str, float]:
-    """Gain x.q / x.x of a stochastic draw q of each side."""
-    codes, scales, _ = parts(quantizer(columnwise=False, stochastic_rounding=True)(x), "rowwise", *x.shape)
-    ours = quantize_rows_and_columns(x, (value, key), None)[0].plain()
-    theirs = type(ours)(codes, scales.contiguous().view(torch.float8_e4m3fn), value, ours.block)
-    return {
-        name: float((q.dequantize(torch.float64) * x.double()).sum() / x.double().square().sum())
-        for name, q in (("ours", ours), ("theirs", theirs))
-    }
+def stochastic(x: torch.Tensor, value: torch.Tensor) -> dict[str, list[float]]:
+    """Of the stochastic draws q of each side, on average: gain x.q / x.x, share of bytes that differ from the last draw."""
+    draw, square = quantizer(columnwise=False, stochastic_rounding=True), x.double().square().sum()
+    found, last = {"ours": [0.0, 0.0], "theirs": [0.0, 0.0]}, {}
+    for step in range(DRAWS + 1):
+        ours = quantize_rows_and_columns(x, (value, CounterKey(1, step, 3, 4)), None)[0].plain()
+        codes, scales, _ = parts(draw(x), "rowwise", *x.shape)
+        theirs = type(ours)(codes, scales.contiguous().view(torch.float8_e4m3fn), value, ours.block)
+        for side, q in (("ours", ours), ("theirs", theirs)):
+            if step:
+                found[side][0] += float((q.dequantize(torch.float64) * x.double()).sum() / square) / DRAWS
+                found[side][1] += float((q.codes != last[side]).double().mean()) / DRAWS
+            last[side] = q.codes.clone()
+    return found
 
 
 def linear_layer(args: argparse.Namespace) -> str:
