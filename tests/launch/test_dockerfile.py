@@ -1,4 +1,10 @@
-"""What the Dockerfile installs, in an environment made anew; the image itself needs Docker and NVIDIA's registry."""
+"""What the Dockerfile's pip steps do with our own package, without a network.
+
+Shown here: the package builds from what .dockerignore leaves, its dependencies as declared are met by this environment's
+packages, and it runs outside the repository, with all that it reads. Not shown here: that an index gives those dependencies,
+since a path file lends the new environment the ones that are installed; nor the image itself, which needs Docker and NVIDIA's
+registry.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +24,7 @@ DOCKERFILE = (ROOT / "Dockerfile").read_text()
 def test_its_pip_steps_install_a_program_that_runs_outside_the_repository(tmp_path):
     steps = re.findall(r"^RUN (python -m pip install .+)$", DOCKERFILE, re.MULTILINE)
     assert steps
-    # The dependencies are this environment's, as torch and the like are the base image's; nothing is downloaded.
+    # torch and the like are the base image's; here all dependencies are this environment's, and nothing is downloaded.
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(
