@@ -2,8 +2,8 @@
 
 Shown here: the package builds from what .dockerignore leaves, its dependencies as declared are met by this environment's
 packages, and it runs outside the repository, with all that it reads. Not shown here: that an index gives those dependencies,
-since a path file lends the new environment the ones that are installed; nor the image itself, which needs Docker and NVIDIA's
-registry.
+since a path file lends the new environment the ones that are installed; nor the image itself, which needs Docker and
+NVIDIA's registry.
 """
 
 from __future__ import annotations
