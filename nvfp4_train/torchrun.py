@@ -41,10 +41,21 @@ def main() -> int:
         from torch.distributed import run
         from torch.distributed.elastic.multiprocessing.api import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher import api
 
         class Agent(api.LocalElasticAgent):
             """Private names, the same from torch 2.11 to 2.13; torchrun has no setting for this."""
+
+            def run(self, *role):
+                try:
+                    return super().run(*role)
+                except RendezvousError:
+                    if self._pcontext is None:
+                        raise
+                    # The first machine's torchrun has ended, and with it the store. What our ranks say to that counts.
+                    ranks = self._pcontext.subprocess_handlers.values()
+                    sys.exit(outcome(rank.proc.returncode for rank in ranks))
 
             def _monitor_workers(self, worker_group):
                 result = super()._monitor_workers(worker_group)

@@ -16,6 +16,7 @@ from nvfp4_train.torchrun import outcome
 _LAUNCHERS = """
 import json, os, pathlib, signal, sys, time
 import torch.distributed.run
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher import api
 from nvfp4_train import torchrun
 
@@ -27,7 +28,14 @@ class Agent(api.LocalElasticAgent):
                 time.sleep(0.02)
             self._pcontext = None
             os.kill(os.getpid(), signal.SIGTERM)
+        if os.environ["LOG"].endswith("/store_gone/log"):
+            while log("store_gone").count("waiting") < 2:
+                time.sleep(0.02)
+            group.spec.rdzv_handler.num_nodes_waiting = gone
         return workers
+
+def gone():
+    raise RendezvousConnectionError
 
 def log(name):
     path = folder / name / "log"
@@ -45,6 +53,8 @@ for name, ranks in json.loads(sys.argv[2]).items():
         code = 9
         try:
             code = torchrun.main()
+        except SystemExit as end:
+            code = end.code
         finally:
             os._exit(code)
     launchers[name] = pid
@@ -73,6 +83,7 @@ CASES = {
     "rank_stopped": (["75 0", "wait 0"], 75, 1),
     "killed": (["kill 0", "wait 0"], 0, 2),  # the rank that waits answers torchrun's SIGTERM with 75
     "stopped": (["wait", "wait"], 75, 1),
+    "store_gone": (["wait", "wait"], 75, 1),  # the machine that had it ended first
     "started": (["wait", "wait"], 75, 1),  # stopped in the middle of starting ranks
 }
 
@@ -99,7 +110,7 @@ def test_torchrun_starts_again_only_what_may_succeed_and_ends_with_its_code(code
     assert ended[name] == code
     log = (folder / name / "log").read_text()
     assert log.count("start of 0") == starts
-    if name in ("stopped", "started"):
+    if name in ("stopped", "started", "store_gone"):
         assert log.count("end of") == 2  # nothing is left behind
 
 
