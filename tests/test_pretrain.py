@@ -156,7 +156,7 @@ def test_12b_on_this_machine_says_what_it_needs_has_and_what_to_try():
     begin = time.monotonic()
     done = pretrain_process("+experiment=12b_hybrid")
     assert done.returncode == 2
-    assert time.monotonic() - begin < 30  # 10 s is the aim, on a machine that runs nothing else
+    assert time.monotonic() - begin < 60  # 10 s is the aim, on a machine that runs nothing else
     for part in ("memory", "12,310,001,152 parameters", "data", "data.source", "+experiment=quickstart"):
         assert part in done.stderr, done.stderr
 
