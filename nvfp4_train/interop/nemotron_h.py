@@ -50,15 +50,15 @@ _LETTERS = {
     "mlp": "-",
     "moe": "E",
 }
-# Their class (5.24) clamps dt from below at time_step_min, which training does not; 0 would break its initialisation.
+# Their class (up to 5.24) clamps dt from below at time_step_min, which training does not; 0 would break its initialisation.
 _NO_CLAMP = 1e-30
 
 
 def hugging_face_config(cfg: ModelConfig, seq_len: int, eos_id: int, dtype: str) -> dict[str, Any]:
-    """config.json of `cfg`, for transformers of any age and for what reads the same files (vLLM, llama.cpp).
+    """config.json of `cfg`, for transformers (docs/results/hugging_face.md: which versions) and what reads the same files.
 
     `seq_len` is the length that training saw (there is no position embedding: longer texts work), `dtype` "bfloat16"
-    or "float32". `hybrid_override_pattern` is what every version understands: names of layer types have changed.
+    or "float32". `hybrid_override_pattern` is what all of them understand: names of layer types have changed.
     """
     theirs = {name: getattr(cfg, ours) for ours, name in _FIELDS.items()}
     return {
@@ -145,7 +145,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[Any, 
 def tensor_keys(name: str, cfg: ModelConfig) -> list[tuple[str, slice]]:
     """The Hugging Face tensors that the parameter `name` is written as: [(key, its rows of the parameter)].
 
-    `backbone.` is read by every version (transformers 5 renames it); q, k and v, one parameter here, are three there.
+    `backbone.` is the published prefix (transformers 5 renames it); q, k and v, one parameter here, are three there.
     """
     key = name if name.startswith("lm_head.") else f"backbone.{name}"
     if ".qkv_proj." not in name:
