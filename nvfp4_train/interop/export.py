@@ -4,10 +4,10 @@ Tensors are read from the source, converted and written one after the other, so 
 however large the model is.
 
 NVFP4: compressed-tensors' `nvfp4-pack-quantized` layout. A quantized layer's weight is written as the codes and block
-scales that training's forward pass multiplies with, not rounded a second time, and `weight_global_scale` = 2688 / amax.
-q, k and v come from one linear, so their global scales are one number, as engines that fuse them expect. The layers
-that training keeps in BF16 are listed as ignored. Activations stay in 16 bits: an engine would need a fixed scale for
-each layer's input, and training has none (each micro-batch has its own).
+scales that training's forward pass multiplies with, not rounded a second time, and `weight_global_scale` = 2688 / amax
+(four over six: 1536 / amax). q, k and v come from one linear, so their global scales are one number, as engines that
+fuse them expect. The layers that training keeps in BF16 are listed as ignored. Activations stay in 16 bits: an engine
+would need a fixed scale for each layer's input, and training has none (each micro-batch has its own).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nvfp4_kernels import BLOCK, QuantizedTensor, quantize
+from nvfp4_kernels import BLOCK, QuantizedTensor, amax, quantize, quantize_four_over_six
 from nvfp4_kernels.format import TENSOR_RANGE
 from torch import Tensor
 
@@ -96,7 +96,10 @@ def export(
 def quantized_weight(weight: Tensor, plan: LinearPlan) -> QuantizedTensor:
     """A master weight fp32 [out, in] in the codes and scales of training's forward pass (`formats.weight_operands`)."""
     block = (BLOCK, BLOCK) if plan.square_weights else (1, BLOCK)
-    return quantize(weight.to(torch.bfloat16), block)
+    w = weight.to(torch.bfloat16)
+    if plan.four_over_six in ("weights", "all"):
+        return quantize_four_over_six(w, block, amax(w)[0])
+    return quantize(w, block)
 
 
 def _entries(

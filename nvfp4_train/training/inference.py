@@ -145,10 +145,6 @@ def inference_plans(opened: OpenedModel) -> dict[str, LinearPlan]:
             f"run={opened.path} has no weight in NVFP4 (precision {cfg.precision.name}, phase {phase!r}), so there are "
             "no codes to write: use format=hf, or a checkpoint from a phase in NVFP4."
         )
-    if any(plan.four_over_six in ("weights", "all") for plan in plans.values()):
-        raise ConfigError(
-            f"run={opened.path} scales weights four over six, whose codes can't be exported yet: use format=hf."
-        )
     return plans
 
 

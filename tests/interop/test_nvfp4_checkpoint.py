@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
-from nvfp4_kernels import quantize
+import yaml
+from nvfp4_kernels import amax, quantize, quantize_four_over_six
 
 from nvfp4_train import export
 from nvfp4_train.errors import ConfigError
@@ -64,6 +66,38 @@ def test_compressed_tensors_reads_what_the_forward_pass_multiplies_with(tiny_run
         weight = compressor.decompress(state, scheme)["weight"]
         training = linear.fprop_weight[rows].float() * (linear.weight_amax / torch.tensor(2688.0))
         assert torch.equal(weight.bfloat16(), training.bfloat16())
+
+
+@pytest.mark.parametrize("square", [True, False])
+def test_four_over_six_is_exported_as_trained(tiny_run, tmp_path, square):
+    """In 1x16 blocks some maxima are mapped to 4; in both the tensor scale is another."""
+    shutil.copytree(tiny_run.path, tmp_path / "run")
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    config["precision"] |= {"four_over_six": "weights", "weight_blocks_2d": square}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    export.main([f"run={tmp_path / 'run'}", f"out={tmp_path / 'out'}", "format=nvfp4"])
+    files = TensorFolder(tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    scheme = QuantizationConfig.model_validate(config).config_groups["group_0"]
+    compressor = BaseCompressor.get_value_from_registry(config["format"])
+    trained = load_run(tmp_path / "run", "cpu", pytest.fail)
+    linears = {n: m for n, m in trained.precision.linears.items() if "fprop.weight" in m.plan.quantized}
+    assert linears
+    for key, linear, rows in parts(tiny_run, linears):
+        w = linear.weight.bfloat16()
+        reference = quantize_four_over_six(w, (16, 16) if square else (1, 16), amax(w)[0])
+        state = {
+            n: files.read(f"{key}.{n}") for n in ("weight_packed", "weight_scale", "weight_global_scale")
+        }
+        assert torch.equal(state["weight_packed"], reference.codes[rows])
+        assert torch.equal(state["weight_scale"].view(torch.uint8), reference.scales[rows].view(torch.uint8))
+        assert torch.equal(state["weight_global_scale"], torch.full((1,), 2688.0) / linear.weight_amax)
+        unscaled = compressor.decompress(state | {"weight_global_scale": torch.ones(1)}, scheme)["weight"]
+        assert torch.equal(unscaled.bfloat16(), linear.fprop_weight[rows])  # what training multiplies with
+        weight = compressor.decompress(state, scheme)["weight"].float()
+        training = linear.fprop_weight[rows].float() * (linear.weight_amax / torch.tensor(2688.0))
+        torch.testing.assert_close(weight, training, rtol=2**-7, atol=0)
+        assert (weight - w[rows].float()).norm() < 0.2 * w[rows].float().norm()
 
 
 def test_q_k_and_v_share_their_tensor_scale(exported):
