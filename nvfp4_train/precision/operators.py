@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from torch import library
 
 NAMESPACE = "nvfp4_train"
 
 
-def operator(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDef]:
+def operator(name: str) -> Callable[[Callable[..., Any]], library.CustomOpDef]:
     """Decorator: the function, whose annotations are its schema and which changes none of its arguments, as an operator."""
-    return torch.library.custom_op("::".join((NAMESPACE, name)), mutates_args=())
+    return library.custom_op("::".join((NAMESPACE, name)), mutates_args=())

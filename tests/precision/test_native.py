@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nvfp4_kernels.native import self_test
+from torch import library
 
 from nvfp4_train.config.schema import PrecisionConfig
 from nvfp4_train.errors import ConfigError
@@ -74,7 +75,7 @@ def test_the_operators_are_registered_right():
     x = torch.randn(TOKENS, N_IN).bfloat16()
     spec = PLANS["all"].spec
     arguments = (x, None, linear.weight.detach(), *operands, linear.rng, spec, "emulated", True)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.nvfp4_train.native_linear, arguments, test_utils=("test_schema", "test_faketensor")
     )
 

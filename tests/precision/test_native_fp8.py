@@ -3,6 +3,7 @@
 import pytest
 import torch
 from nvfp4_kernels.native import fp8, self_test
+from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from nvfp4_train.config.schema import PrecisionConfig
@@ -99,7 +100,7 @@ def test_the_operators_are_registered_right():
     x = torch.randn(TOKENS, N_IN).bfloat16()
     arguments = (x, linear.weight.detach(), *linear.engine.held(), linear.rng, linear.plan.spec, "emulated")
     for training in (True, False):
-        torch.library.opcheck(
+        library.opcheck(
             torch.ops.nvfp4_train.fp8_linear,
             (*arguments, training),
             test_utils=("test_schema", "test_faketensor"),
