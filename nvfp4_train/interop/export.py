@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nvfp4_kernels import BLOCK, QuantizedTensor, amax, quantize, quantize_four_over_six
+from nvfp4_kernels import BLOCK, QuantizedTensor, amax
 from nvfp4_kernels.format import TENSOR_RANGE
 from torch import Tensor
 
@@ -34,6 +34,7 @@ from nvfp4_train.interop.nemotron_h import hugging_face_config, tensor_keys
 from nvfp4_train.interop.tensor_files import Entry, write_sharded
 from nvfp4_train.interop.tokenizer_files import tokenizer_files
 from nvfp4_train.interop.weights import WeightSource, parameter_shapes
+from nvfp4_train.precision import formats
 from nvfp4_train.precision.recipe import LinearPlan
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -95,11 +96,8 @@ def export(
 
 def quantized_weight(weight: Tensor, plan: LinearPlan) -> QuantizedTensor:
     """A master weight fp32 [out, in] in the codes and scales of training's forward pass (`formats.weight_operands`)."""
-    block = (BLOCK, BLOCK) if plan.square_weights else (1, BLOCK)
     w = weight.to(torch.bfloat16)
-    if plan.four_over_six in ("weights", "all"):
-        return quantize_four_over_six(w, block, amax(w)[0])
-    return quantize(w, block)
+    return formats.quantized_weight(plan, w, amax(w)[0], output="codes")
 
 
 def _entries(

@@ -131,13 +131,13 @@ def weight_operands(plan: LinearPlan, weight: Tensor) -> tuple[Tensor, Tensor, T
     fprop = dgrad = w
     scaled = value
     if names and (plan.square_weights or plan.ms_eden):
-        q = _weight(plan, w, value, transpose=False)
+        q = quantized_weight(plan, w, value)
         scaled = value if q.amax is None else q.amax
         fprop = q.operand() if "fprop.weight" in names else w
         dgrad = q.operand() if "dgrad.weight" in names else w
         return fprop, fprop if len(names) == 2 else dgrad, scaled.clone()
     for name in sorted(names):
-        q = _weight(plan, w, value, transpose=name == "dgrad.weight")
+        q = quantized_weight(plan, w, value, transpose=name == "dgrad.weight")
         scaled = value if q.amax is None else q.amax
         if name == "fprop.weight":
             fprop = q.operand()
@@ -146,14 +146,20 @@ def weight_operands(plan: LinearPlan, weight: Tensor) -> tuple[Tensor, Tensor, T
     return fprop, dgrad, scaled.clone()
 
 
-def _weight(plan: LinearPlan, w: Tensor, value: Tensor, transpose: bool) -> Quantized:
+def quantized_weight(
+    plan: LinearPlan, w: Tensor, value: Tensor, transpose: bool = False, output: str = "operand"
+) -> Quantized:
+    """A weight bf16 [out, in] (`transpose`: its transpose) with amax `value` as training's GEMMs take it.
+
+    `output`: "codes" or "operand" (bf16).
+    """
     if plan.format != "nvfp4":
         fmt, square = BLOCK_FORMATS[plan.format], plan.square_weights
-        return quantize_blocks(w, fmt, square, transpose=transpose and not square, output="operand")
+        return quantize_blocks(w, fmt, square, transpose=transpose and not square, output=output)
     block = (BLOCK, BLOCK) if plan.square_weights else (1, BLOCK)
     if plan.four_over_six in ("weights", "all"):
-        return quantize_four_over_six(w.t().contiguous() if transpose else w, block, value, "operand")
-    return quantize(w, block, transpose=transpose, amax=value, output="operand")
+        return quantize_four_over_six(w.t().contiguous() if transpose else w, block, value, output)
+    return quantize(w, block, transpose=transpose, amax=value, output=output)
 
 
 def saved_shapes(plan: LinearPlan, tokens: int, features: int) -> tuple[tuple[int, int], tuple[int, int]]:

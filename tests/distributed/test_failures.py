@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from nvfp4_train.distributed.failures import PeerWatch
+from tests.child import results_of
 
 # For each deed three ranks reduce without end; rank 1 does it to itself in its third step. Forked: torch is imported once.
 _RANKS = """
@@ -90,15 +88,7 @@ LEAVES = {"leave": 75, "leave slowly": -signal.SIGTERM}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, "-c", _RANKS, str(folder), *DEEDS, *LEAVES],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+    return folder, results_of(_RANKS, str(folder), *DEEDS, *LEAVES)
 
 
 @pytest.mark.parametrize("deed", DEEDS)

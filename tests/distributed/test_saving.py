@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +11,7 @@ from nvfp4_train.distributed import checkpoint
 from nvfp4_train.distributed.saving import Saver, save
 from nvfp4_train.distributed.storage import HashingStream, Storage
 from nvfp4_train.errors import SaveError
+from tests.child import results_of
 
 
 def state(value: float) -> dict:
@@ -234,14 +232,7 @@ print(json.dumps({"disk": try_all(f"{folder}/disk"), "fsspec": try_all(f"local:/
 
 @pytest.mark.parametrize("mode", ["kill", "full"])
 def test_whatever_happens_at_any_file_operation_a_later_start_finds_a_whole_checkpoint(tmp_path, mode):
-    done = subprocess.run(
-        [sys.executable, "-c", _EVERY_OPERATION, mode, str(tmp_path / "run")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    for found in json.loads(done.stdout).values():
+    for found in results_of(_EVERY_OPERATION, mode, str(tmp_path / "run")).values():
         assert len(found) > 40
         assert found[-1][:2] == [0, True]
         assert {status for status, *_ in found[2:-1]} == {-9 if mode == "kill" else 3}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from nvfp4_train.torchrun import outcome
+from tests.child import results_of
 
 # Each case's launcher is forked, so that torch is imported once; its ranks are shell scripts that note their starts.
 _LAUNCHERS = """
@@ -92,15 +90,7 @@ CASES = {
 def codes(tmp_path_factory) -> tuple[Path, dict[str, int]]:
     folder = tmp_path_factory.mktemp("launchers")
     ranks = json.dumps({name: case[0] for name, case in CASES.items()})
-    done = subprocess.run(
-        [sys.executable, "-c", _LAUNCHERS, str(folder), ranks, _RANK],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return folder, json.loads(done.stdout)
+    return folder, results_of(_LAUNCHERS, str(folder), ranks, _RANK)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -45,6 +45,14 @@ def product_problem(backend: str, device: torch.device, m: int, n: int, k: int) 
     return None
 
 
+def _uneven(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers drawn with rows of very different magnitudes, and among them zeros of both signs."""
+    draw = torch.Generator().manual_seed(rows + cols)
+    x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
+    x[:, :BLOCK], x[3, 20:40] = 0, -0.0
+    return x.to(dtype)
+
+
 def quantizer_problem(
     device: torch.device, rows: int, cols: int, hardware: bool = False, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
@@ -52,10 +60,7 @@ def quantizer_problem(
 
     `dtype`: of the input; columns are transformed if it is bf16.
     """
-    draw = torch.Generator().manual_seed(rows + cols)
-    x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
-    x[:, :BLOCK], x[3, 20:40] = 0, -0.0
-    x, signs = x.to(dtype), SIGNS if dtype == torch.bfloat16 else None
+    x, signs = _uneven(rows, cols, dtype), SIGNS if dtype == torch.bfloat16 else None
     both = amax(x, signs, "reference")
     amaxes = both[0], both[1 if signs else 0]
     there = x.to(device)
@@ -166,10 +171,7 @@ def fp8_quantizer_problem(
     device: torch.device, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16
 ) -> str | None:
     """What differs between the FP8 quantize kernels on `device` and the reference; None when no bit does."""
-    draw = torch.Generator().manual_seed(rows + cols)
-    x = torch.randn(rows, cols, generator=draw) * torch.exp(2 * torch.randn(rows, 1, generator=draw))
-    x[:, :BLOCK], x[3, 20:40] = 0, -0.0
-    x = x.to(dtype)
+    x = _uneven(rows, cols, dtype)
     got, expected = (
         (*fp8.quantize_rows_and_columns(t, True, True), *fp8.quantize_square(t)) for t in (x.to(device), x)
     )
