@@ -1,5 +1,7 @@
 """Head and cross entropy a slice at a time, against the whole logits."""
 
+import functools
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -135,11 +137,14 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("masked", [False, True])
-def test_on_the_device(monkeypatch, masked):
+def test_on_the_device(monkeypatch, request, masked):
     """Three slices, the last of them short: against fp64 arithmetic on the bf16 gradients that the kernel makes."""
     tokens, size, vocab, rows = 1100, 256, 2056, 512
     monkeypatch.setattr(loss, "SLICE_ELEMENTS", {"cuda": rows * vocab})
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False)
+    # monkeypatch can't undo this one: it isn't in the object's dictionary.
+    matmul, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    request.addfinalizer(functools.partial(setattr, matmul, name, getattr(matmul, name)))
+    setattr(matmul, name, False)
     gen = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape):
