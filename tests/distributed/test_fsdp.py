@@ -71,9 +71,27 @@ def test_initial_weights_are_those_of_one_process_bit_by_bit(alone, several):
         assert torch.equal(several["fp32"]["initial"][name], value), name
 
 
-def test_fp32_training_is_that_of_one_process(alone, several):
+@pytest.fixture(scope="module")
+def rounding(alone) -> torch.Tensor:
+    """(steps,), relative: how far norms move when one process adds the batch's rows in other orders.
+
+    From step to step it grows: Adam divides gradients by their own size, so an element that is mostly rounding
+    still moves its weight by a whole learning rate.
+    """
+    cfg, draw = train_in_ranks.tiny_config(*FP32), torch.Generator().manual_seed(5)
+    orders = [torch.randperm(train_in_ranks.BATCH, generator=draw).tolist() for _ in range(8)]
+    norms = torch.tensor([train_in_ranks.train(cfg, ALONE, order=order)["norms"] for order in orders])
+    here = torch.tensor(alone["fp32"]["norms"])
+    return ((norms - here).abs() / here).amax(0)
+
+
+def test_fp32_training_is_that_of_one_process(alone, several, rounding):
     torch.testing.assert_close(several["fp32"]["losses"], alone["fp32"]["losses"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(several["fp32"]["norms"], alone["fp32"]["norms"], rtol=1e-5, atol=0)
+    norms, expected = (torch.tensor(run["fp32"]["norms"]) for run in (several, alone))
+    # Four times the largest of eight draws; where none moved it, what the order of fp32 sums may do to a norm.
+    bound = (4 * rounding).clamp(min=1e-6)
+    assert rounding.max() < 1e-4
+    assert ((norms - expected).abs() <= bound * expected).all(), (norms, expected, bound)
 
 
 @pytest.mark.parametrize("traffic", ["nvfp4", "packed"])
