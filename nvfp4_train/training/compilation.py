@@ -12,6 +12,9 @@ from nvfp4_train.model.hybrid import HybridModel
 # Versions of one block's code that the compiler may hold: kinds of block x plans of its layers in all phases x with and
 # without gradients. Its default of 8 is less than a run of two phases needs, and it fails when there are more.
 VERSIONS = 64
+# Vectors of the compiled CPU code, on machines with AVX-512 too: GCC 12.2 builds the 512-bit code that transposes bf16
+# wrongly (-O3's -ftree-slp-vectorize), and attention's keys became NaN.
+CPU_VECTOR_BITS = 256
 
 
 def compile_blocks(model: HybridModel, mode: str, device: torch.device, whole: bool = True) -> str:
@@ -28,6 +31,10 @@ def compile_blocks(model: HybridModel, mode: str, device: torch.device, whole: b
     if missing:
         raise ConfigError(f"training.compile=on, but {missing}: install it, or use training.compile=off.")
     torch._dynamo.config.recompile_limit = VERSIONS
+    if device.type == "cpu":
+        import torch._inductor.config as inductor
+
+        inductor.cpp.simdlen = CPU_VECTOR_BITS
     for layer in model.layers:
         # The forward itself, not the call: hooks around it gather a sharded block's weights, and stay outside.
         layer.forward = torch.compile(layer.forward, fullgraph=whole, dynamic=False)
