@@ -28,10 +28,11 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def base() -> Config:
-    cfg = compose_config(
-        ["+experiment=quickstart", "training.global_batch_size=8", "training.micro_batch_size=8"]
-    )
+def base(tmp_path_factory) -> Config:
+    """A run that is to start, whatever was trained in the working folder."""
+    batches = ["training.global_batch_size=8", "training.micro_batch_size=8"]
+    run = tmp_path_factory.mktemp("runs") / "new"
+    cfg = compose_config(["+experiment=quickstart", f"run_dir={run}", *batches])
     cfg = replace(cfg, model=replace(cfg.model, **SIZES))
     validate(cfg)
     return cfg
