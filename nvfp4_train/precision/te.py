@@ -7,8 +7,11 @@ the master weight and casts it itself. Written for transformer_engine 2.20, whos
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from contextlib import AbstractContextManager
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +28,7 @@ def load() -> Any:
     """The module transformer_engine.pytorch. Raises ConfigError, with what is missing, when it cannot be imported."""
     try:
         # torch first: it brings the NCCL that Transformer Engine's library is linked against.
+        _load_cudnn_of_torch()
         import transformer_engine.pytorch as te
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
         raise ConfigError(
@@ -32,6 +36,19 @@ def load() -> Any:
             'docs/operations.md, "Transformer Engine", says how to install it, and precision.backend=emulated needs none.'
         ) from error
     return te
+
+
+def _load_cudnn_of_torch() -> None:
+    """Load every part of the cuDNN that came with torch's wheel; nothing where torch uses the system's.
+
+    Transformer Engine's library asks for cuDNN's parts by name, and the loader looks for those not yet loaded in the
+    system's folders. Where torch has used its own cuDNN before, parts of two versions meet, and the import fails (seen
+    with torch 2.11 beside the system's cuDNN: "libcudnn_cnn.so.9: undefined symbol").
+    """
+    spec = find_spec("nvidia.cudnn") if find_spec("nvidia") else None
+    for folder in spec.submodule_search_locations or () if spec else ():
+        for library in sorted(Path(folder, "lib").glob("libcudnn*.so.*")):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 def check_support(te: Any, cfg: PrecisionConfig) -> None:

@@ -9,6 +9,7 @@ from nvfp4_train.precision.backends import FORWARD_OPERANDS
 from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.runtime import PrecisionRuntime
+from tests.child import results_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -61,6 +62,23 @@ def test_an_fp8_step_is_near_a_bf16_step(recipe):
         # E4M3 errs by 2^-4 / sqrt(3) / 1.4 of a number (rms), so after two layers about e = 0.05 of a sum; that turns around
         # e / pi of ReLU's gates, which is sqrt(2 e / pi) = 0.18 of a gradient.
         assert (got.float() - exact.float()).norm() < 0.25 * exact.float().norm()
+
+
+AFTER_CUDNN = """
+import json
+import torch
+from nvfp4_train.precision.te import load
+image, filters = torch.ones(1, 1, 9, 9, device="cuda"), torch.ones(1, 1, 3, 3, device="cuda")
+before = torch.nn.functional.conv2d(image, filters)
+te = load()
+te.Linear(16, 16)(torch.ones(16, 16, device="cuda"))
+print(json.dumps([before.unique().tolist(), torch.nn.functional.conv2d(image, filters).unique().tolist()]))
+"""
+
+
+def test_the_library_loads_where_torch_has_used_cudnn_before():
+    """In a process of its own: a library that was loaded stays, and what was loaded first is what matters."""
+    assert results_of(AFTER_CUDNN) == [[9.0], [9.0]]
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "block"])
