@@ -3,15 +3,16 @@ memory, scaled to the whole model beside what is predicted for it.
 
     python scripts/bench_blocks.py +experiment=12b_hybrid [key=value ...]
 
-Predictions: the floor of ceilings.py, and the activations of training/memory.py. The scaled time has the blocks and the
-head's loss on one micro-batch, not the optimizer, nor traffic between ranks. What BF16 layers keep includes their weights'
-bf16 copies, which the prediction counts elsewhere.
+Predictions: the floor of ceilings.py, and what training/memory.py says of activations and head. The scaled time has the
+blocks and the head's loss on one micro-batch, not the optimizer, nor traffic between ranks. A block keeps its output, the
+next one's input; bf16 copies of weights aren't counted. The head's prediction has what comes and goes within it, too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 
 import torch
 from ceilings import floor, measure, seconds
@@ -25,6 +26,7 @@ from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
 from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.precision import apply_recipe
+from nvfp4_train.precision.linear import Linear
 from nvfp4_train.precision.recipe import phases_of, plan_for
 from nvfp4_train.training import machine
 from nvfp4_train.training.compilation import compile_blocks
@@ -43,7 +45,7 @@ def main(words: list[str]) -> None:
     print("| block | precision | forward and backward, ms | kept for backward |\n| --- | --- | --- | --- |")
     costs = {name: blocks(cfg, name, device) for name in dict.fromkeys((cfg.precision.name, "bf16"))}
     quantized = quantized_blocks(cfg)
-    total, kept = costs["bf16"]["head"]
+    total, kept = costs["bf16"]["head"][0], 0
     for number, letter in enumerate(cfg.model.pattern):
         cost = costs[cfg.precision.name if number in quantized else "bf16"][letter]
         total, kept = total + cost[0], kept + cost[1]
@@ -55,7 +57,8 @@ def main(words: list[str]) -> None:
     print("| | scaled | predicted |\n| --- | --- | --- |")
     print(f"| a micro-batch, ms | {1e3 * total:.1f} | {1e3 * least:.1f} (floor) |")
     print(f"| tokens/s | {tokens / total:,.0f} | {tokens / least:,.0f} (floor) |")
-    print(f"| activations | {units.size(kept)} | {units.size(predicted.activations + predicted.head)} |")
+    print(f"| activations of the blocks | {units.size(kept)} | {units.size(predicted.activations)} |")
+    print(f"| head | {units.size(costs['bf16']['head'][1])} | {units.size(predicted.head)} |")
 
 
 def blocks(cfg: Config, precision: str, device: torch.device) -> dict[str, Cost]:
@@ -76,13 +79,14 @@ def blocks(cfg: Config, precision: str, device: torch.device) -> dict[str, Cost]
     calls["head"] = lambda x: model.lm_head.loss(x.flatten(0, 1), targets)
     found = {}
     for letter, call in calls.items():
+        copies = weight_copies(call)
 
-        def step(call=call) -> int:
+        def step(call=call, copies=copies) -> int:
             x.grad = None
             model.zero_grad(set_to_none=True)
             before = allocated(device)
             y = call(x)
-            kept = max(0, allocated(device) - before - y.nbytes)  # a CPU's isn't counted
+            kept = max(0, allocated(device) - before - copies)  # a CPU's isn't counted
             y.backward(torch.ones_like(y))
             return kept
 
@@ -91,6 +95,12 @@ def blocks(cfg: Config, precision: str, device: torch.device) -> dict[str, Cost]
         row = f"{NAMES.get(letter, 'head, loss')} | {precision} | {1e3 * found[letter][0]:.2f}"
         print(f"| {row} | {units.size(found[letter][1])} |", flush=True)
     return found
+
+
+def weight_copies(call: torch.nn.Module | Callable) -> int:
+    """Bytes of the bf16 copies that the layers of a block in BF16 make of their weights."""
+    modules = call.modules() if isinstance(call, torch.nn.Module) else ()
+    return sum(2 * m.weight.numel() for m in modules if isinstance(m, Linear) and not m.plan.quantized)
 
 
 def quantized_blocks(cfg: Config) -> set[int]:

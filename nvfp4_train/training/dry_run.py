@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+import torch
 from nvfp4_kernels import backend_report, gemm_report
 
 from nvfp4_train import units
@@ -22,7 +23,7 @@ from nvfp4_train.precision.backends import BACKENDS, choose
 from nvfp4_train.precision.gpu import this_machine
 from nvfp4_train.precision.recipe import OPERANDS, QUANTIZED_FORMATS, LinearPlan, phases_of, plan_for
 from nvfp4_train.training import machine
-from nvfp4_train.training.memory import COMPILED_SHARE, estimate, host_copies, snapshots_kept
+from nvfp4_train.training.memory import compiled_share, estimate, host_copies, snapshots_kept
 from nvfp4_train.training.requirements import checkpoint_bytes, find_problems, rows_of
 from nvfp4_train.training.resume import total_steps
 from nvfp4_train.training.schedule import build_schedule
@@ -34,7 +35,7 @@ def describe(cfg: Config) -> str:
     """The plan of the run that a valid `cfg` describes, for people: several aligned tables.
 
     Builds the model on the meta device and compares its parameters with the closed form of `flops`.
-    Raises ConfigError where find_problems does: for a device that is not there, or several processes.
+    Raises ConfigError where find_problems does: for several processes.
     """
     parameters = sum(p.numel() for p in HybridModel(cfg.model, "meta").parameters())
     if parameters != parameter_count(cfg.model):
@@ -182,29 +183,33 @@ def _sharding(cfg: Config) -> dict[str, Rows]:
 
 
 def _memory(cfg: Config) -> Rows:
-    device = machine.resolve_device(cfg.device)
+    device = machine.planned_device(cfg.device)
     need = estimate(cfg, device.type, layout_of(cfg))
-    compiled = cfg.training.compile != "off"
     why = {
         "weights": "fp32 master weights, 4 bytes a parameter",
         "moments": "AdamW's two, fp32, 8 bytes a parameter",
         "gradients": "fp32, 4 bytes a parameter",
         "operands": "linear weights as bf16 operands, kept beside the master weights",
-        "activations": "what autograd keeps of one micro-batch"
-        + (f", x {COMPILED_SHARE:g} as torch.compile recomputes" if compiled else ""),
+        "activations": f"what autograd keeps of one micro-batch{_share(cfg, device.type)}",
         "gathered": "of a sharded model, what is whole at one time",
         "head": "one slice of logits, gradients of the head and its input",
         "saving": "weights and moments again, which checkpoints are written from",
         "snapshots": f"the same {snapshots_kept(cfg)} times more, for rewinds (recovery.snapshots)",
     }
     rows = [(name, f"{units.size(value):>9}  {why[name]}") for name, value in vars(need).items() if value]
-    there = units.size(machine.memory_bytes(device))
+    absent = device.type == "cuda" and not torch.cuda.is_available()
+    there = "no GPU" if absent else units.size(machine.memory_bytes(device))
     total = f"{units.size(need.total):>9}  and working memory of single operations; this machine has {there}"
     rows.append(("total", total))
     if device.type == "cuda":
         copies = f"for saving and {snapshots_kept(cfg)} snapshots (recovery.snapshots), in the machine's memory, a rank"
         rows.append(("host", f"{units.size(host_copies(cfg, layout_of(cfg))):>9}  {copies}"))
     return rows
+
+
+def _share(cfg: Config, device_type: str) -> str:
+    share = compiled_share(cfg, device_type)
+    return f", x {share:g} as torch.compile recomputes" if share < 1 else ""
 
 
 def _schedule(cfg: Config) -> Rows:
@@ -221,7 +226,7 @@ def _schedule(cfg: Config) -> Rows:
 
 
 def _machine(cfg: Config) -> Rows:
-    device = machine.resolve_device(cfg.device)
+    device = machine.resolve_device("cpu" if cfg.device == "cpu" else "auto")
     rows = [("device", f"{machine.describe(device)}, {units.size(machine.memory_bytes(device))}")]
     if cfg.precision.name in QUANTIZED_FORMATS:
         rows += [("GEMM", _gemm(cfg, device.type)), ("quantize kernels", backend_report(device))]

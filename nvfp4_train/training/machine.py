@@ -23,6 +23,11 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def planned_device(name: str) -> torch.device:
+    """`resolve_device`, but that "cuda" needs none here: a run is planned where it doesn't run."""
+    return torch.device("cuda") if name == "cuda" else resolve_device(name)
+
+
 def memory_bytes(device: torch.device) -> int:
     """Memory of the device in bytes; of the CPU what this process may use: the RAM, or its container's limit."""
     if device.type == "cuda":

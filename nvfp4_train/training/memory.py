@@ -13,10 +13,15 @@ from nvfp4_train.config.schema import Config
 from nvfp4_train.model.flops import LinearLayer, linear_layers, linear_parameters, parameter_count
 from nvfp4_train.model.hybrid import Block
 from nvfp4_train.model.loss import SLICE_ELEMENTS
+from nvfp4_train.model.mamba2 import Mamba2
+from nvfp4_train.model.triton_conv import split_conv_silu_triton
+from nvfp4_train.model.triton_scan import ssd_triton
+from nvfp4_train.precision.producers import rms_norm
 from nvfp4_train.precision.recipe import LinearPlan, phases_of, plan_for
 
-# What torch.compile keeps of the activations that eager autograd keeps: 0.5 to 0.6 of a model, measured on
-# quickstart and 125m_hybrid; it recomputes elementwise results in the backward pass.
+# What torch.compile keeps on a CPU of the activations that eager autograd keeps: 0.5 to 0.6 of a model, measured on
+# quickstart and 125m_hybrid; it recomputes elementwise results in the backward pass. On a GPU the kernels leave little to
+# recompute (`_with_kernels`).
 COMPILED_SHARE = 0.5
 
 ONE = Layout(1, 1)
@@ -45,7 +50,7 @@ class Memory:
 def estimate(cfg: Config, device_type: str, layout: Layout = ONE) -> Memory:
     """The memory of the run that `cfg` describes, on one device (a rank's) of this type ("cpu" or "cuda")."""
     n = parameter_count(cfg.model) // layout.fsdp
-    per_phase = [_blocks(cfg, phase.name) for phase in phases_of(cfg.precision)]
+    per_phase = [_blocks(cfg, phase.name, device_type) for phase in phases_of(cfg.precision)]
     activations = max(activations for activations, _ in per_phase)
     return Memory(
         weights=4 * n,
@@ -83,8 +88,19 @@ def compute_dtype(cfg: Config) -> torch.dtype:
     return torch.float32 if cfg.precision.name == "fp32" else torch.bfloat16
 
 
-def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan]) -> int:
-    """Bytes that eager autograd keeps of one block's forward pass over a micro-batch, weights and their copies aside.
+def has_kernels(cfg: Config, device_type: str) -> bool:
+    """Whether the GPU kernels of `model/kernels.py` run."""
+    return device_type == "cuda" and compute_dtype(cfg) == torch.bfloat16 and cfg.training.kernels != "torch"
+
+
+def compiled_share(cfg: Config, device_type: str) -> float:
+    """What is kept of what `kept_bytes` says, `training.recompute` aside."""
+    return 1.0 if cfg.training.compile == "off" or has_kernels(cfg, device_type) else COMPILED_SHARE
+
+
+def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan], device_type: str = "cpu") -> int:
+    """Bytes that autograd keeps of one block's forward pass over a micro-batch, weights and their copies aside: in eager
+    mode, but that on a GPU a compiled norm keeps its input alone.
 
     The block runs on tensors without data. plans: {name of a linear in the mixer: its plan}.
     """
@@ -103,12 +119,15 @@ def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan]) -> int
             linear = getattr(block.mixer, name)
             linear.plan = plan
             if plan.quantized:
+                linear.fused_producers = has_kernels(cfg, device_type)
                 linear.fprop_weight = linear.dgrad_weight = torch.empty_like(
                     linear.weight, dtype=dtype
                 ).detach()
                 linear.weight_amax, linear.rng = torch.empty(()), torch.empty(4, dtype=torch.int64)
             elif dtype != torch.float32:
                 copies += linear.weight.numel() * dtype.itemsize
+        if has_kernels(cfg, device_type):
+            _with_kernels(block, cfg)
         shape = (cfg.training.micro_batch_size, cfg.training.seq_len)
         seq_idx = torch.zeros(shape, dtype=torch.int32) if cfg.data.reset_state_at_documents else None
         x = torch.empty(*shape, model.hidden_size, dtype=dtype, requires_grad=True)
@@ -119,7 +138,18 @@ def kept_bytes(letter: str, cfg: Config, plans: Mapping[str, LinearPlan]) -> int
         return sum(storage.nbytes() for storage in kept.values()) - copies
 
 
-def _blocks(cfg: Config, phase: str) -> tuple[int, int]:
+def _with_kernels(block: Block, cfg: Config) -> None:
+    """Have the block run those of `choose_kernels` (mamba-ssm's scan keeps about as much as ours)."""
+    if isinstance(block.mixer, Mamba2):
+        block.mixer.scan = ssd_triton
+        block.mixer.conv1d.split_conv_silu = split_conv_silu_triton
+        block.mixer.norm.fused = True
+    if cfg.training.compile != "off":  # as the kernel Inductor's code keeps a norm's input alone
+        norm = block.norm
+        norm.forward = lambda x, into=None: rms_norm(x, norm.weight, norm.eps, into, fused=True)
+
+
+def _blocks(cfg: Config, phase: str, device_type: str) -> tuple[int, int]:
     """(activations, operands) of all blocks in a phase, in bytes. Blocks that are alike are measured once."""
     pattern = cfg.model.pattern
     blocks: dict[int, dict[str, LinearPlan]] = {block: {} for block in range(len(pattern))}
@@ -133,16 +163,16 @@ def _blocks(cfg: Config, phase: str) -> tuple[int, int]:
     for block, plans in blocks.items():
         key = (pattern[block], *plans.items())
         if key not in measured:
-            measured[key] = kept_bytes(pattern[block], cfg, plans)
+            measured[key] = kept_bytes(pattern[block], cfg, plans, device_type)
         kept.append(measured[key])
-    return _activations(cfg, kept, list(blocks.values())), operands
+    return _activations(cfg, kept, list(blocks.values()), device_type), operands
 
 
-def _activations(cfg: Config, kept: list[int], plans: list[dict[str, LinearPlan]]) -> int:
+def _activations(cfg: Config, kept: list[int], plans: list[dict[str, LinearPlan]], device_type: str) -> int:
     """Bytes that a forward pass leaves behind, from what each block's would in eager mode (model/recompute.py)."""
     training = cfg.training
     row = training.micro_batch_size * training.seq_len * compute_dtype(cfg).itemsize  # bytes of one feature
-    share = 1.0 if training.compile == "off" else COMPILED_SHARE
+    share = compiled_share(cfg, device_type)
     if training.recompute == "budget":
         share *= training.recompute_budget
     if training.recompute == "block":  # the inputs, and all of the block that is being recomputed
@@ -167,7 +197,7 @@ def _head(cfg: Config, device_type: str) -> int:
     kernel: logits in bf16 alone); the gradients of hidden states (compute dtype) and head (fp32), and the head in the
     compute dtype."""
     vocab, hidden, size = cfg.model.vocab_size, cfg.model.hidden_size, compute_dtype(cfg).itemsize
-    in_place = device_type == "cuda" and size == 2 and cfg.training.kernels != "torch"
+    in_place = has_kernels(cfg, device_type)
     tokens = cfg.training.micro_batch_size * cfg.training.seq_len
     rows = min(tokens, max(1, SLICE_ELEMENTS[device_type] // vocab))
     logits = size if in_place else 2 * (4 + size)

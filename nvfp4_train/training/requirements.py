@@ -32,6 +32,14 @@ class Problem(NamedTuple):
     remedy: str
 
 
+_NO_GPU = Problem(
+    what="device",
+    needed="a CUDA device, since device=cuda",
+    there="none that torch sees; the memory above is planned for one",
+    remedy="the run on a machine with a GPU, or device=auto",
+)
+
+
 def check(cfg: Config) -> None:
     """Raise ConfigError when the memory, disk or data that `cfg` needs is not there, with what to try instead.
 
@@ -50,14 +58,18 @@ def rows_of(problems: list[Problem]) -> list[tuple[str, str]]:
 
 
 def find_problems(cfg: Config) -> list[Problem]:
-    """What stands in the way of this run on this machine. Raises ConfigError for a device that is not there."""
-    device = machine.resolve_device(cfg.device)
-    found = (
-        _memory(cfg, device.type, machine.memory_bytes(device)),
-        _host(cfg, device.type),
-        _data(cfg),
-        _disk(cfg),
-    )
+    """What stands in the way of this run on this machine. Raises ConfigError for a device that is not there, but for a dry
+    run, which may plan for another machine."""
+    if cfg.dry_run and machine.planned_device(cfg.device).type == "cuda" and not torch.cuda.is_available():
+        found = (_NO_GPU, _data(cfg), _disk(cfg))
+    else:
+        device = machine.resolve_device(cfg.device)
+        found = (
+            _memory(cfg, device.type, machine.memory_bytes(device)),
+            _host(cfg, device.type),
+            _data(cfg),
+            _disk(cfg),
+        )
     return [problem for problem in found if problem is not None]
 
 

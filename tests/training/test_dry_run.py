@@ -4,7 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 
+from nvfp4_train import units
 from nvfp4_train.config.layout import layout_of
 from nvfp4_train.config.load import CONFIG_DIR, compose_config, option_names
 from nvfp4_train.config.schema import Config, PhaseConfig, RuleConfig
@@ -131,4 +133,15 @@ def test_shards_and_traffic_of_256_ranks_are_planned_and_checked_against_pytorch
     assert re.search(r"weights +734 MiB", text)
     # On a GPU the copies for saving and rewinds lie in the machine's memory.
     assert float(re.search(r"total +(\d+) GiB  and working memory", text)[1]) == pytest.approx(101, abs=2)
-    assert estimate(cfg, "cuda", layout_of(cfg)).total / 2**30 == pytest.approx(95, abs=2)
+    assert estimate(cfg, "cuda", layout_of(cfg)).total / 2**30 == pytest.approx(63, abs=2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_plans_for_one():
+    words = ["training.global_batch_size=768", "parallel.fsdp=64", "parallel.replicate=4", "device=cuda"]
+    cfg = compose_config(["+experiment=12b_hybrid", "dry_run=true", *words])
+    text = dry_run.describe(cfg)
+    total = estimate(cfg, "cuda", layout_of(cfg)).total
+    assert re.search(rf"total +{units.size(total)}  and working memory .*; this machine has no GPU", text)
+    assert "for saving and 2 snapshots (recovery.snapshots), in the machine's memory" in text
+    assert re.search(r"device +needs  a CUDA device, since device=cuda\n +has    none that torch sees", text)

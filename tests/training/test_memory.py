@@ -10,8 +10,11 @@ from nvfp4_train.config.schema import Config
 from nvfp4_train.model.flops import parameter_count
 from nvfp4_train.model.hybrid import HybridModel
 from nvfp4_train.model.init import initialize_
+from nvfp4_train.model.kernels import choose_kernels
 from nvfp4_train.precision import apply_recipe
+from nvfp4_train.precision.linear import Linear
 from nvfp4_train.training import memory
+from nvfp4_train.training.compilation import compile_blocks
 from nvfp4_train.training.optimizer import build_optimizer
 
 SIZES = {"pattern": "M*-M-", "hidden_size": 64, "intermediate_size": 256, "head_dim": 16, "chunk_size": 16}
@@ -55,6 +58,58 @@ def test_activations_and_operands_are_what_autograd_keeps(precision, resets):
     measured = sum(s.nbytes() for p, s in kept.items() if p not in prepared)
     measured += sum(m.fprop_weight.nbytes for m in runtime.linears.values() if m.plan.quantized)
     assert need.activations + need.operands == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("compiled", ["off", "auto"])
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16", "fp8"])
+def test_activations_are_what_a_gpu_holds(precision, compiled):
+    cfg = config(precision)
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "head_dim": 64,
+        "ssm_state_size": 64,
+        "mamba_head_dim": 64,
+    }
+    training = replace(cfg.training, seq_len=2048, micro_batch_size=4, compile=compiled)
+    cfg = replace(cfg, model=replace(cfg.model, **sizes), training=training)
+    device = torch.device("cuda")
+    model = HybridModel(cfg.model, device, memory.compute_dtype(cfg))
+    initialize_(model, 1)
+    apply_recipe(model, cfg.precision, len(cfg.model.pattern), 1).prepare_weights()
+    choose_kernels(model, "auto", device)
+    compile_blocks(model, compiled, device)
+
+    def kept() -> int:
+        x = torch.randn(4, 2048, 256, device=device).bfloat16().requires_grad_()
+        before = torch.cuda.memory_allocated() - x.nbytes
+        for layer in model.layers:
+            x = layer(x)
+        return torch.cuda.memory_allocated() - before - x.nbytes
+
+    kept()
+    copies = sum(
+        2 * m.weight.numel() for m in model.modules() if isinstance(m, Linear) and not m.plan.quantized
+    )
+    assert memory.estimate(cfg, "cuda").activations == pytest.approx(kept() - copies, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ["nvfp4", "bf16", "fp8"])
+def test_the_kernels_of_a_gpu_keep_less(precision):
+    """The scan keeps states, not what is between them, and a norm its input; and torch.compile finds little to recompute."""
+    cfg = config(precision)
+    in_torch = replace(cfg, training=replace(cfg.training, kernels="torch"))
+    compiled = replace(cfg, training=replace(cfg.training, compile="auto"))
+    with_kernels, without = (memory.estimate(c, "cuda").activations for c in (cfg, in_torch))
+    assert without == memory.estimate(cfg, "cpu").activations
+    assert 0.2 * without < with_kernels < 0.9 * without
+    # A norm computed in PyTorch keeps two fp32 results of its input's size, one computed by kernel or Inductor the input.
+    rows = 2 * 64 * 64
+    norms = {"nvfp4": 1, "bf16": 5, "fp8": 5}[precision]  # in front of layers whose input no kernel measures
+    saved = with_kernels - memory.estimate(compiled, "cuda").activations
+    assert saved == pytest.approx(norms * rows * (4 + 4 - 2), rel=0.05)
 
 
 def test_weights_moments_and_gradients_are_the_optimizers():
